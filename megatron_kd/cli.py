@@ -1,0 +1,41 @@
+"""The `megatron-kd` command: a table of sub-commands, each imported only when it is called.
+
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int` (the exit status). Its docstring's first
+line is its help text.
+"""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    # name: (module, one-line help; the module is imported only when its command is used)
+    "prepare": ("megatron_kd.data.prepare", "text, chat or token data to sequences"),
+    "init-student": ("megatron_kd.student.command", "make a compact student from a teacher"),
+    "capture": ("megatron_kd.teacher.capture", "run the teacher once, cache its top-K per token"),
+    "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
+    "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),
+}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="megatron-kd", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.epilog = "\n".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = parser.parse_args(arguments[:1]).command
+    command = importlib.import_module(COMMANDS[name][0])
+    sub = argparse.ArgumentParser(prog=f"megatron-kd {name}", description=command.__doc__)
+    sub.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_arguments(sub)
+    args = sub.parse_args(arguments[1:])
+    try:
+        return command.run(args)
+    except (ValueError, OSError) as error:  # bad input: the message is the whole story
+        print(f"megatron-kd {name}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
