@@ -1,0 +1,67 @@
+"""What names a teacher: hashes over its configuration and over the bytes of its weights."""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from megatron_kd.teacher.engine import EngineError
+
+_READ_BYTES = 8 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+# Not part of what a model computes, and rewritten by tools that only load and save it.
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
+    """Hashes of a Hugging Face model directory: {"name", "config_sha256", "weights_xxh3_128"}.
+
+    The weights' hash runs over name, size and content of each weight file in order of name;
+    config.json is hashed without the keys that say nothing about the model.
+
+    Raises:
+        EngineError: there are no weight files.
+    """
+    path = Path(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key in _IGNORED_CONFIG_KEYS:
+        config.pop(key, None)
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    files = sorted(f for f in path.iterdir() if f.suffix in _WEIGHT_SUFFIXES and f.is_file())
+    if any(f.suffix == ".safetensors" for f in files):  # a .bin twin beside them is not read
+        files = [f for f in files if f.suffix == ".safetensors"]
+    if not files:
+        raise EngineError(f"{path} holds no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
+    with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash lets go of the GIL
+        digests = list(pool.map(_file_digest, files))
+    whole = xxhash.xxh3_128()
+    for file, digest in zip(files, digests, strict=True):
+        whole.update(f"{file.name} {file.stat().st_size} {digest}\n".encode())
+    return {
+        "name": path.resolve().name,
+        "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
+        "weights_xxh3_128": whole.hexdigest(),
+    }
+
+
+def licence_of(path: str | os.PathLike) -> str | None:
+    """The licence that a model directory's card states; None where it says nothing."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = Path(path) / "README.md"
+    if not card.is_file():
+        return None
+    metadata = metadata_load(card) or {}
+    value = metadata.get("license_name") or metadata.get("license")
+    return str(value) if value else None
+
+
+def _file_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
