@@ -1,0 +1,152 @@
+"""One shard of the vocabulary: which ids are here, and the collectives that make its numbers global.
+
+The loss is replicated: every rank holds the same z_S and log R after one MAX and one SUM, so no gradient is reduced
+again but dH, which is a sum over the shards. Everything here is called from hand-written backward passes; an autograd
+collective under a replicated loss would multiply the gradient by the number of ranks.
+
+Letters: n rows, K columns asked for, Vp this rank's vocabulary, T temperatures.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.losses.elementwise import NEG_INF, max_and_sums, to_gradient_
+
+# Stands for a logit that is infinitely far down: finite, so that 0 * log q is 0.
+FARTHEST_NATS = -1e30
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Half-open range of global ids on this rank; ids at or beyond vocab_size are padding."""
+
+    start: int
+    rows: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, rows: int, vocab_size: int | None, group) -> "VocabShard":
+        ranks, rank = (
+            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        )
+        if vocab_size is None:
+            vocab_size = rows * ranks
+        if not 0 < vocab_size <= rows * ranks:
+            raise ValueError(
+                f"vocab_size {vocab_size} does not fit the output layer: {ranks} shard(s) of {rows} rows"
+            )
+        return cls(rank * rows, rows, vocab_size, group if ranks > 1 else None)
+
+    @property
+    def valid(self) -> int:
+        """Rows of this shard that are no padding."""
+        return min(max(self.vocab_size - self.start, 0), self.rows)
+
+    def check_ids(self, name: str, ids: torch.Tensor) -> None:
+        """Refuse foreign ids where looking costs no synchronisation; elsewhere they become NaN (see `localise`)."""
+        if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"{name} hold id {int(ids.max())}, the vocabulary ends at {self.vocab_size}: the teacher's "
+                "tokenizer or its padded vocabulary differs from the student's; mask those ids with -1"
+            )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns to gather from a chunk: the support, then the label where there is one."""
+
+    index: torch.Tensor  # [n, K (+ 1)] int64, 0 where not ours
+    mine: torch.Tensor  # [n, K (+ 1)] bool
+    invalid: torch.Tensor  # [n, K (+ 1)] bool: beyond the vocabulary
+    support: int  # K
+
+
+def localise(ids, labels, keep, shard: VocabShard) -> Columns:
+    """ids [n, K], labels [n] or None, keep [n, K]: slots that are used."""
+    ids = torch.where(keep, ids, -1)
+    wanted = ids if labels is None else torch.cat([ids, labels.unsqueeze(-1).to(ids.dtype)], -1)
+    mine = (wanted >= shard.start) & (wanted < shard.start + shard.valid)
+    index = torch.where(mine, wanted - shard.start, 0).long()
+    return Columns(index, mine, wanted >= shard.vocab_size, ids.shape[-1])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a head hands to the objectives, and what the gradient pass needs."""
+
+    gathered: torch.Tensor  # [n, K (+ 1)] logits minus the row's top; unused slots hold some number
+    log_r: torch.Tensor  # [T, n] log R minus top / tau
+    m: torch.Tensor  # [n] largest logit off the support, over all shards (0 where there is none)
+    log_sums: torch.Tensor  # [T, n] log sum exp((z - m) / tau), off the support
+
+
+def cut_(z, columns: Columns):
+    """Scatter -inf over this shard's part of the support; a slot that is not ours cuts nothing."""
+    k = columns.support
+    index, mine = columns.index[:, :k], columns.mine[:, :k]
+    first = z[:, :1].clone()
+    z.scatter_(-1, index, NEG_INF)
+    cut_first = (mine & (index == 0)).any(-1, keepdim=True)
+    z[:, :1] = torch.where(cut_first, NEG_INF, first)
+
+
+def read_(z, columns: Columns, inverse_taus, shard: VocabShard) -> Reading:
+    """z [n, valid] logits, of which the support is cut out in place. One MAX and one SUM under TP."""
+    k = columns.support
+    if z.shape[-1]:
+        gathered = z.gather(-1, columns.index)
+        cut_(z, columns)
+        m, sums = max_and_sums(z, inverse_taus)
+        gathered = torch.where(columns.mine, gathered.to(m.dtype), 0.0)
+    else:
+        m, sums = max_and_sums(z, inverse_taus)
+        gathered = m.new_zeros(columns.index.shape)
+    on_support = torch.where(columns.mine[:, :k], gathered[:, :k], NEG_INF).amax(-1)
+    peaks = torch.stack([m, on_support])  # [2, n]
+    if shard.group is not None:
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group=shard.group)
+    top = peaks.amax(0)
+    m_all = torch.where(peaks[0] == NEG_INF, 0.0, peaks[0])
+    if shard.group is not None:
+        taus = torch.tensor(inverse_taus, dtype=m.dtype, device=m.device).unsqueeze(-1)
+        sums = sums * ((m - m_all) * taus).exp()
+        packed = torch.cat([sums, gathered.T])
+        dist.all_reduce(packed, group=shard.group)
+        sums, gathered = packed[: len(inverse_taus)], packed[len(inverse_taus) :].T
+    log_sums = sums.log()
+    log_r = torch.stack([(m_all - top) * x + log_sums[t] for t, x in enumerate(inverse_taus)])
+    gathered = (gathered - top.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
+    gathered = torch.where(columns.invalid, float("nan"), gathered)
+    return Reading(gathered, log_r, m_all, log_sums)
+
+
+def write_gradient_(z, reading: Reading, columns: Columns, d_gathered, d_log_r, inverse_taus):
+    """Turn z, support cut out, into the gradient of the logits: d_gathered [n, K (+ 1)], d_log_r [T, n]."""
+    empty = reading.log_sums == NEG_INF
+    scales = d_log_r * torch.exp(-torch.where(empty, 0.0, reading.log_sums))
+    for t, inverse_tau in enumerate(inverse_taus):
+        if inverse_tau != 1:
+            scales[t] *= inverse_tau
+    to_gradient_(z, reading.m, torch.where(empty, 0.0, scales), inverse_taus)
+    if z.shape[-1]:
+        z.scatter_add_(-1, columns.index, torch.where(columns.mine, d_gathered, 0.0).to(z.dtype))
+    return z
+
+
+def gather_sequence(shard_states, group):
+    """[S/tp, B, D] -> [S, B, D], outside autograd."""
+    ranks = dist.get_world_size(group)
+    full = shard_states.new_empty(shard_states.shape[0] * ranks, *shard_states.shape[1:])
+    dist.all_gather_into_tensor(full, shard_states.contiguous(), group=group)
+    return full
+
+
+def reduce_scatter_sequence(full, group):
+    """[S, B, D] -> [S/tp, B, D], summed over ranks, outside autograd."""
+    ranks = dist.get_world_size(group)
+    shard = full.new_empty(full.shape[0] // ranks, *full.shape[1:])
+    dist.reduce_scatter_tensor(shard, full.contiguous(), group=group)
+    return shard
