@@ -1,6 +1,7 @@
-"""A teacher's GGUF file as a Hugging Face directory: weights, configuration, tokenizer, chat template.
+"""A teacher's GGUF file as a Hugging Face directory: weights, configuration, tokenizer, template.
 
-Quantised weights are expanded once, so that everything after this (capture, AutoBridge, ModelOpt) reads an ordinary model.
+Quantised weights are expanded once, so that all that follows (capture, AutoBridge, ModelOpt) reads
+an ordinary model.
 """
 
 import argparse
@@ -20,7 +21,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def locate_gguf(package: str) -> Path:
-    """The one GGUF file an installed distribution ships. The package is not imported, so its requirements may be absent.
+    """The one GGUF file an installed distribution ships.
+
+    The package is not imported, so its own requirements may be absent.
 
     Raises:
         ValueError: The distribution is not installed, or ships no or several GGUF files.
@@ -35,7 +38,8 @@ def locate_gguf(package: str) -> Path:
     if len(found) != 1:
         names = ", ".join(str(f) for f in found) or "none"
         raise ValueError(
-            f"expected one GGUF file in the package {package}, found {names}; pass one with --gguf FILE"
+            f"expected one GGUF file in the package {package}, found {names}; "
+            "pass one with --gguf FILE"
         )
     return Path(distribution.locate_file(found[0]))
 
@@ -75,9 +79,9 @@ def import_gguf(
     if not overwrite and _read_json(output / PROVENANCE) == provenance:
         return output
     with published_directory(output, overwrite=overwrite) as folder:
-        fields = _read_fields(gguf_file)
-        words = _load_tokenizer(tokenizer, fields)
-        model = _load_model(gguf_file, _DTYPES[dtype])
+        reader = _open(gguf_file)
+        words = _load_tokenizer(tokenizer, reader)
+        model = _load_model(gguf_file, reader, _DTYPES[dtype])
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.config, name, getattr(words, name))
             setattr(model.generation_config, name, getattr(words, name))
@@ -101,39 +105,39 @@ def _read_json(path: Path) -> dict | None:
     return json.loads(path.read_text())
 
 
-def _read_fields(gguf_file: Path) -> dict:
+def _open(gguf_file: Path):
     from gguf import GGUFReader
 
     with open(gguf_file, "rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{gguf_file.name} is not a GGUF file: it does not start with 'GGUF'")
     try:
-        reader = GGUFReader(gguf_file)
+        return GGUFReader(gguf_file)
     except (ValueError, IndexError) as error:  # what numpy says of a map that ends too early
         raise ValueError(
             f"{gguf_file.name} is a damaged GGUF file ({error}); get it again"
         ) from error
-    return {key: field.contents() for key, field in reader.fields.items()}
 
 
-def _load_tokenizer(directory, fields: dict):
+def _load_tokenizer(directory, reader):
     if directory is not None:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(directory, use_fast=True)
     from megatron_kd.teacher.gguf_tokenizer import tokenizer_from_fields
 
+    fields = {key: field.contents() for key, field in reader.fields.items()}
     architecture = fields.get("general.architecture")
     return tokenizer_from_fields(fields, max_length=fields.get(f"{architecture}.context_length"))
 
 
-def _load_model(gguf_file: Path, dtype: torch.dtype):
-    """The model with dequantised weights. Not by `from_pretrained`, which wants accelerate for a GGUF file."""
+def _load_model(gguf_file: Path, reader, dtype: torch.dtype):
+    """The model with dequantised weights, without accelerate (`from_pretrained` wants it)."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     description = load_gguf_checkpoint(str(gguf_file), return_tensors=False)["config"]
-    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, so take the shortest number that means the same.
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06. Take the shortest equal number.
     settings = {
         key: float(str(np.float32(value))) if isinstance(value, float) else value
         for key, value in description.items()
@@ -141,20 +145,41 @@ def _load_model(gguf_file: Path, dtype: torch.dtype):
     config = AutoConfig.for_model(**settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    tensors = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=model)[
-        "tensors"
-    ]
-    model.load_state_dict(
-        {name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=False, assign=True
-    )
+    model.load_state_dict(_read_weights(reader, model, dtype), strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
     if missing:
         raise ValueError(
-            f"{gguf_file.name} holds no weights for {len(missing)} parameters of a {config.model_type} model, "
-            f"first {missing[0]}; use the model's own Hugging Face directory"
+            f"{gguf_file.name} holds no weights for {len(missing)} parameters of a "
+            f"{config.model_type} model, first {missing[0]}; use the model's own Hugging Face "
+            "directory"
         )
     return model
+
+
+def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
+    from rich.progress import track
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    architecture = reader.fields["general.architecture"].contents()
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    layers = model.config.num_hidden_layers
+    to_gguf = get_tensor_name_map(numbers[architecture], layers)
+    names = {
+        to_gguf.get_name(name, try_suffixes=(".weight", ".bias")): name
+        for name in model.state_dict()
+    }
+    # Undoes what the writer did to the weights: llama's q and k rows are stored in another order.
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    weights = {}
+    for tensor in track(reader.tensors, description="dequantise", transient=True):
+        if tensor.name not in names:
+            continue
+        values = dequantize(tensor.data, tensor.tensor_type)
+        values = processor.process(values, tensor.name, tensor_key_mapping={}, parsed_parameters={})
+        weights[names[tensor.name]] = torch.from_numpy(np.copy(values.weights)).to(dtype)
+    return weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

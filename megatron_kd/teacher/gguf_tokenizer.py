@@ -1,9 +1,9 @@
 """A fast Hugging Face tokenizer from the vocabulary inside a GGUF file.
 
-transformers' own conversion keeps only vocabulary and merges: it splits digits and spaces by GPT-2's rule whatever the
-model was trained with, and decodes through Llama's SentencePiece steps. The file names its splitting rule in
-`tokenizer.ggml.pre`; the known ones are rebuilt here, and an unknown one is refused, since a tokenizer that is almost right gives
-a teacher that is quietly wrong.
+transformers' own conversion keeps only vocabulary and merges: it splits digits and spaces by GPT-2's
+rule whatever the model was trained with, and decodes through Llama's SentencePiece steps. The file
+names its splitting rule in `tokenizer.ggml.pre`; the known ones are rebuilt here, and an unknown one
+is refused, since a tokenizer that is almost right gives a teacher that is quietly wrong.
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,9 @@ def tokenizer_from_fields(fields: Mapping, *, max_length: int | None) -> PreTrai
     model, rule = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if model != "gpt2" or rule not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"the GGUF file's tokenizer is {model!r} with splitting rule {rule!r}; expected 'gpt2' (byte-level BPE) with one "
-            f"of {sorted(_PRE_TOKENIZERS)}. Give the original model's tokenizer with --tokenizer DIR"
+            f"the GGUF file's tokenizer is {model!r} with splitting rule {rule!r}; expected 'gpt2' "
+            f"(byte-level BPE) with one of {sorted(_PRE_TOKENIZERS)}. Give the original model's "
+            "tokenizer with --tokenizer DIR"
         )
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
