@@ -1,0 +1,224 @@
+"""The compact code of top-K rows: ids as a set by Elias-Fano, log-probabilities by a Rice code on a fixed grid.
+
+Letters: R rows, k candidates of a row, E = sum of k over the rows, V vocabulary, q = -log p / STEP rounded, b the row's
+largest q, e = b - q. The layout is described, bit by bit, in docs/cache-format.md.
+
+Why these: K ids out of V need about log2(V/K) + 1.44 bits each as a set and 17 as a list; most of K candidates lie close
+above the row's smallest one, so e is small and a Rice code (r low bits, the rest in unary) needs some 9 bits where a
+fixed width needs 11. A grid fixed in nats bounds the error for every row, whatever its range.
+"""
+
+import numpy as np
+
+STEP_NATS = 5 / 512  # a binary fraction: q * STEP_NATS is exact in fp32, the error at most 5/1024
+MAX_CODE = 61440  # 600 nats: smaller probabilities are stored as e^-600, which is 0 in fp32
+FIXED = 0x80  # flag in `layout`: this row's e has no unary part
+TOP_SHARE = (
+    2 / 3
+)  # of the mass; from there the top candidate is known better from the mass than from its code
+MIN_MASS = 2.0**-13  # below it a half-precision mass is too coarse for that
+
+
+def low_bits(counts: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Elias-Fano split: how many low bits of each id are stored plainly, for rows of `counts` ids. [R] int64."""
+    ratio = np.maximum(vocab_size // counts, 1)
+    return (np.frexp(ratio)[1] - 1).astype(np.int64)  # floor(log2(ratio))
+
+
+def code_mass(mass: np.ndarray) -> np.ndarray:
+    """[R] fp64 in [0, 1] to [R] fp16: 1 - mass, or -mass where that is the smaller; the small side keeps its digits."""
+    small = np.where(mass > 0.5, 1.0 - mass, -mass)
+    coded = small.astype(np.float16)
+    coded[(mass <= 0.5) & (coded == 0)] = np.float16(-0.0)
+    return coded
+
+
+def decode_mass(coded: np.ndarray) -> np.ndarray:
+    """[R] fp16 to [R] fp32; the sign bit says which side was stored."""
+    value = coded.astype(np.float32)
+    return np.where(np.signbit(value), -value, 1.0 - value).astype(np.float32)
+
+
+def encode(ids, logprobs, counts, vocab_size):
+    """Packs the rows of one sample.
+
+    Args:
+        ids: [E] int64, ascending and distinct within each row.
+        logprobs: [E] fp64, nats, ≤ 0, in the order of ids.
+        counts: [R] int64, ≥ 1: entries per row.
+
+    Returns:
+        (bottom [R] uint16, layout [R] uint8, stream uint8, high_bytes: length of the stream's second part)
+    """
+    starts = np.cumsum(counts) - counts
+    row = np.repeat(np.arange(counts.size), counts)
+    code = np.minimum(np.rint(-logprobs / STEP_NATS), MAX_CODE).astype(np.int64)
+    bottom = np.maximum.reduceat(code, starts)
+    excess = bottom[row] - code  # [E] e
+
+    # r of each row: the cheapest of all; a row also may go without the unary part, at its own full width
+    widest = _bit_length(np.maximum.reduceat(excess, starts))
+    best_bits = counts * widest
+    layout = widest | FIXED
+    for r in range(int(widest.max()) + 1):
+        bits = counts * (r + 1) + np.add.reduceat(excess >> r, starts)
+        better = bits < best_bits
+        best_bits = np.where(better, bits, best_bits)
+        layout = np.where(better, r, layout)
+
+    value_low = layout & 0x1F
+    id_low = low_bits(counts, vocab_size)
+    field = ((excess & ((1 << value_low) - 1)[row]) << id_low[row]) | (
+        ids & ((1 << id_low) - 1)[row]
+    )
+    packed = _pack(field.astype(np.uint64), (value_low + id_low)[row])
+    high = ids >> id_low[row]
+    gap = high - np.where(np.arange(ids.size) == starts[row], 0, np.roll(high, 1))
+    id_unary = _unary(gap)
+    unary_entries = (layout < FIXED)[row]
+    value_unary = _unary((excess >> value_low[row])[unary_entries])
+    stream = np.concatenate([packed, id_unary, value_unary])
+    return bottom.astype(np.uint16), layout.astype(np.uint8), stream, id_unary.size
+
+
+def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
+    """The rows of one sample, in falling probability, ties by rising id.
+
+    Args:
+        stream: [bytes] uint8; high_bytes: int.
+        bottom: [R] uint16; layout: [R] uint8; mass: [R] fp32.
+        counts: [R] int64 entries per row, or None where every row has topk.
+
+    Returns:
+        (ids [R, K] int32, logprobs [R, K] fp32); -1 and -inf in unused slots, which come last.
+
+    Raises:
+        ValueError: The stream does not hold such rows.
+    """
+    rows = bottom.size
+    if counts is None:
+        id_low = int(low_bits(np.array([topk]), vocab_size)[0])  # one width for all
+        entries, starts = rows * topk, np.arange(rows) * topk
+        per_row = topk
+    else:
+        id_low = low_bits(counts, vocab_size)
+        entries, starts = int(counts.sum()), np.cumsum(counts) - counts
+        per_row = counts
+    fixed = layout >= FIXED
+    value_low = (layout & 0x1F).astype(np.int64)
+    width = value_low + id_low  # [R]
+    row_bits = width * per_row
+    packed_bytes = (int(row_bits.sum()) + 7) >> 3
+    if packed_bytes + high_bytes > stream.size or (width.size and int(width.max()) > 56):
+        raise ValueError("rows are longer than their bytes")
+
+    def spread(values):  # [R] to [E]
+        return np.repeat(values, per_row)
+
+    # fields: each lies within the 8 bytes from its first byte on
+    first_bit = np.cumsum(row_bits) - row_bits - starts * width
+    bit = spread(first_bit) + np.arange(entries) * spread(width)
+    padded = np.zeros(packed_bytes + 8, np.uint8)
+    padded[:packed_bytes] = stream[:packed_bytes]
+    windows = np.ndarray((packed_bytes + 1,), "<u8", padded.data, strides=(1,))
+    field = (windows[bit >> 3] >> (bit & 7).astype(np.uint64)).view(np.int64)
+
+    id_ones = _ones(stream[packed_bytes : packed_bytes + high_bytes], entries)
+    zeros = id_ones - np.arange(
+        entries
+    )  # zeros before each one; a row starts after the last one of the row before
+    base = np.zeros(rows, np.int64)
+    base[1:] = zeros[starts[1:] - 1]
+    ids = (zeros - spread(base)) << (spread(id_low) if counts is not None else id_low)
+    if counts is None:
+        ids |= field & ((1 << id_low) - 1)
+        excess = field >> id_low
+    else:
+        ids |= field & spread((1 << id_low) - 1)
+        excess = field >> spread(id_low)
+    excess &= spread((1 << value_low) - 1)
+
+    unary = None if not fixed.any() else spread(~fixed)
+    value_ones = _ones(
+        stream[packed_bytes + high_bytes :], entries if unary is None else int(unary.sum())
+    )
+    high = np.diff(value_ones, prepend=-1) - 1
+    if unary is None:
+        excess += high << spread(value_low)
+    else:
+        excess[unary] += high << spread(value_low)[unary]
+    if entries and (int(ids.max()) >= vocab_size or (excess > spread(bottom)).any()):
+        raise ValueError("an id or a log-probability is out of range")
+
+    # one integer sort does the order: e falls with the probability, the id breaks ties
+    id_bits = max(int(vocab_size - 1).bit_length(), 1)
+    top = int(excess.max()) if entries else 0
+    narrow = top.bit_length() + id_bits <= 31
+    key_type = np.uint32 if narrow else np.uint64
+    unused = np.iinfo(key_type).max
+    key = (((top - excess) << id_bits) | ids).astype(key_type)
+    if counts is None:
+        key = key.reshape(rows, topk)
+    else:
+        slots = np.arange(topk) < counts[:, None]
+        flat, key = key, np.full((rows, topk), unused, key_type)
+        key[slots] = flat
+    key.sort(axis=1)
+    out_ids = (key & key_type((1 << id_bits) - 1)).astype(np.int32)
+    codes = (bottom.astype(np.int32) - top)[:, None] + (key >> key_type(id_bits)).astype(np.int32)
+    logprobs = codes * np.float32(-STEP_NATS)
+    logprobs += np.float32(0)  # -0 to 0
+    if counts is not None:
+        out_ids[~slots] = -1
+        logprobs[~slots] = -np.inf
+    _restore_top(logprobs, mass)
+    return out_ids, logprobs
+
+
+def _restore_top(logprobs: np.ndarray, mass: np.ndarray) -> None:
+    """Where one candidate holds most of the mass, its exact value follows from the mass and the others."""
+    if not logprobs.size:
+        return
+    chosen = np.flatnonzero((np.exp(logprobs[:, 0]) >= TOP_SHARE * mass) & (mass >= MIN_MASS))
+    others = np.exp(logprobs[chosen, 1:]).sum(axis=1, dtype=np.float64)
+    top = np.log(np.maximum(mass[chosen] - others, 1e-300))
+    close = np.abs(top - logprobs[chosen, 0]) <= STEP_NATS  # holds for every row an encoder wrote
+    floor = logprobs[chosen, 1] if logprobs.shape[1] > 1 else np.full(chosen.size, -np.inf)
+    logprobs[chosen, 0] = np.where(close, np.maximum(top, floor), logprobs[chosen, 0])
+
+
+def _bit_length(values: np.ndarray) -> np.ndarray:
+    return np.frexp(values)[1].astype(np.int64)
+
+
+def _pack(field: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """Fields of given widths, one after the other, least significant bit first. Returns bytes."""
+    end = np.cumsum(width)
+    total = int(end[-1]) if end.size else 0
+    if not total:
+        return np.zeros(0, np.uint8)
+    begin = end - width
+    word, shift = begin >> 6, (begin & 63).astype(np.uint64)
+    words = np.zeros((total >> 6) + 2, np.uint64)
+    heads = np.flatnonzero(
+        np.diff(word, prepend=-1)
+    )  # fields are disjoint: adding them is or-ing them
+    words[word[heads]] = np.add.reduceat(field << shift, heads)
+    spill = (begin & 63) + width > 64  # at most one field leaves each word
+    words[word[spill] + 1] |= field[spill] >> (np.uint64(64) - shift[spill])
+    return words.astype("<u8").view(np.uint8)[: (total + 7) >> 3]
+
+
+def _unary(values: np.ndarray) -> np.ndarray:
+    """Each value as that many zero bits and a one. Returns bytes."""
+    ones = np.cumsum(values + 1) - 1
+    bits = np.zeros(int(ones[-1]) + 1 if ones.size else 0, np.uint8)
+    bits[ones] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def _ones(stream: np.ndarray, expected: int) -> np.ndarray:
+    ones = np.flatnonzero(np.unpackbits(stream, bitorder="little").view(bool))
+    if ones.size != expected:
+        raise ValueError(f"{expected} entries expected, {ones.size} found")
+    return ones

@@ -1,0 +1,284 @@
+"""One sample on its way into a shard: checked, put in order, packed.
+
+Letters: n tokens, R supervised rows, K candidates, E used entries, D hidden size.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_kd.cache import codec
+from megatron_kd.cache.format import CacheError, CacheSpec, token_hash
+from megatron_kd.cache.shard import pack_tokens, to_bfloat16, wide_tokens
+
+POSITIVE_NATS = 1e-3  # log-probabilities up to here are rounding, and become 0
+MASS_TOLERANCE = 5e-3  # what half precision and bfloat16 rows may exceed 1 by
+LARGEST_HALF = 65504.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample that was found good; entries lie in rising id within each row."""
+
+    tokens: np.ndarray  # [n] int32
+    loss_mask: np.ndarray  # [n] bool
+    cu_seqlens: np.ndarray  # [documents + 1] int32
+    counts: np.ndarray  # [R] int64
+    ids: np.ndarray  # [E] int64
+    logprobs: np.ndarray  # [E] fp64
+    mass: np.ndarray  # [R] fp64
+    log_z: list[np.ndarray]  # each [R] fp32
+    hidden: np.ndarray | None  # [R, D] fp32, or fp16 where that is what is stored
+
+
+def as_array(value, what: str, where: str, kinds: str) -> np.ndarray:
+    """A numpy view of numpy or torch input whose dtype kind is among `kinds`."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in kinds:
+        names = {"iu": "integers", "f": "floating point", "iub": "bool or integers"}
+        raise CacheError(f"{where}: {what} must be {names[kinds]}, got {array.dtype}")
+    return array
+
+
+def check_sample(
+    spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
+) -> Sample:
+    """Refuses what is not a sequence with truncated teacher distributions. Arguments as in `ShardWriter.append`."""
+    tokens = as_array(tokens, "tokens", where, "iu")
+    if tokens.ndim != 1 or not 1 <= tokens.size < 1 << 31:
+        raise CacheError(f"{where}: tokens must be [n] with n ≥ 1, got shape {tokens.shape}")
+    if tokens.min() < 0 or tokens.max() >= spec.vocab_size:
+        raise CacheError(
+            f"{where}: tokens must lie in [0, {spec.vocab_size}), got {tokens.min()} to {tokens.max()}"
+        )
+    mask = as_array(loss_mask, "loss_mask", where, "iub")
+    if mask.shape != tokens.shape or not np.isin(mask, (0, 1)).all():
+        raise CacheError(
+            f"{where}: loss_mask must be {tokens.shape} of 0 and 1, got {mask.shape} {mask.dtype}"
+        )
+    mask = mask.astype(bool)
+    if mask[-1]:
+        raise CacheError(
+            f"{where}: the last position is supervised, but no token follows it; set loss_mask[-1] to 0"
+        )
+    take = _row_taker(mask, where)
+    ids = take(as_array(topk_ids, "topk_ids", where, "iu"), "topk_ids", (spec.topk,))
+    logprobs = take(
+        as_array(topk_logprobs, "topk_logprobs", where, "f"), "topk_logprobs", (spec.topk,)
+    )
+    positions = np.flatnonzero(mask)
+    counts, flat_ids, flat_logprobs, mass = _check_rows(spec, where, positions, ids, logprobs)
+    return Sample(
+        tokens=tokens.astype(np.int32),
+        loss_mask=mask,
+        cu_seqlens=_check_documents(cu_seqlens, tokens.size, where),
+        counts=counts,
+        ids=flat_ids,
+        logprobs=flat_logprobs,
+        mass=mass,
+        log_z=_check_log_z(spec, where, log_z, take),
+        hidden=_check_hidden(spec, where, hidden, take),
+    )
+
+
+def _row_taker(mask: np.ndarray, where: str):
+    rows = int(mask.sum())
+
+    def take(array: np.ndarray, what: str, tail: tuple) -> np.ndarray:
+        if array.shape == (mask.size, *tail):
+            return array[mask]
+        if array.shape == (rows, *tail):
+            return array
+        raise CacheError(
+            f"{where}: {what} must be {(mask.size, *tail)}, or {(rows, *tail)} for the supervised rows alone; "
+            f"got {array.shape}"
+        )
+
+    return take
+
+
+def _check_rows(spec: CacheSpec, where: str, positions, ids, logprobs):
+    def refuse(rows, why):  # rows: [R] bool, the bad ones
+        row = int(np.flatnonzero(rows)[0])
+        raise CacheError(f"{where}, position {positions[row]}: {why(row)}")
+
+    ids, logprobs = ids.astype(np.int64), logprobs.astype(np.float64)
+    outside = (ids < -1) | (ids >= spec.vocab_size)
+    if outside.any():
+        refuse(
+            outside.any(axis=1),
+            lambda row: (
+                f"id {ids[row][outside[row]][0]} is outside the vocabulary of {spec.vocab_size}"
+            ),
+        )
+    wrong = np.isnan(logprobs) | (logprobs > POSITIVE_NATS)
+    if wrong.any():
+        refuse(
+            wrong.any(axis=1),
+            lambda row: (
+                f"{logprobs[row][wrong[row]][0]} is not a log-probability (nats, at most 0)"
+            ),
+        )
+    wrong = (ids < 0) & (logprobs > -np.inf)
+    if wrong.any():
+        refuse(
+            wrong.any(axis=1), lambda row: "an unused slot (id -1) must have log-probability -inf"
+        )
+    used = logprobs > -np.inf  # a candidate of probability 0 is no candidate
+    counts = used.sum(axis=1)
+    if (counts == 0).any():
+        refuse(counts == 0, lambda row: "supervised, but the teacher's row is empty")
+    order = np.argsort(np.where(used, ids, spec.vocab_size), axis=1, kind="stable")
+    ids, logprobs = np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
+    used = np.take_along_axis(used, order, 1)
+    twice = (ids[:, 1:] == ids[:, :-1]) & used[:, 1:]
+    if twice.any():
+        refuse(
+            twice.any(axis=1),
+            lambda row: (
+                f"id {ids[row, 1:][twice[row]][0]} occurs twice; candidates must be distinct"
+            ),
+        )
+    logprobs = np.minimum(logprobs, 0.0)
+    mass = np.exp(logprobs).sum(axis=1)  # exp(-inf) is 0 in unused slots
+    if (mass > 1 + MASS_TOLERANCE).any():
+        refuse(
+            mass > 1 + MASS_TOLERANCE,
+            lambda row: (
+                f"probabilities sum to {mass[row]:.4f}; they need the full-vocabulary normaliser"
+            ),
+        )
+    return counts, ids[used], logprobs[used], np.minimum(mass, 1.0)
+
+
+def _check_documents(cu_seqlens, length: int, where: str) -> np.ndarray:
+    if cu_seqlens is None:
+        return np.array([0, length], np.int32)
+    bounds = as_array(cu_seqlens, "cu_seqlens", where, "iu").astype(np.int64)
+    ends_ok = bounds.ndim == 1 and bounds.size >= 2 and bounds[0] == 0 and bounds[-1] == length
+    if not ends_ok or (np.diff(bounds) < 1).any():
+        raise CacheError(
+            f"{where}: cu_seqlens must rise strictly from 0 to {length}, got {bounds.ravel()[:8]}…"
+        )
+    return bounds.astype(np.int32)
+
+
+def _check_log_z(spec: CacheSpec, where: str, log_z, take) -> list[np.ndarray]:
+    given = {float(tau): value for tau, value in (log_z or {}).items()}
+    if set(given) != set(spec.temperatures):
+        raise CacheError(
+            f"{where}: log_z must come for the temperatures {list(spec.temperatures)}, got {sorted(given)}"
+        )
+    columns = []
+    for tau in spec.temperatures:
+        column = take(as_array(given[tau], f"log_z[{tau}]", where, "f"), f"log_z[{tau}]", ())
+        if not np.isfinite(column).all():
+            raise CacheError(f"{where}: log_z[{tau}] has values that are not finite")
+        columns.append(column.astype("<f4"))
+    return columns
+
+
+def _check_hidden(spec: CacheSpec, where: str, hidden, take) -> np.ndarray | None:
+    if (hidden is not None) != bool(spec.hidden_size):
+        raise CacheError(
+            f"{where}: this cache has hidden_size {spec.hidden_size}, hidden states "
+            f"{'came' if hidden is not None else 'are missing'}"
+        )
+    if hidden is None:
+        return None
+    rows = take(as_array(hidden, "hidden", where, "f"), "hidden", (spec.hidden_size,))
+    if not np.isfinite(rows).all():
+        raise CacheError(f"{where}: hidden states have values that are not finite")
+    if spec.hidden_dtype == "bfloat16":
+        return to_bfloat16(rows)
+    if spec.hidden_dtype == "float16" and rows.size and np.abs(rows).max() > LARGEST_HALF:
+        raise CacheError(
+            f"{where}: hidden states exceed float16; use hidden_dtype bfloat16 or float32"
+        )
+    return rows.astype("<f2" if spec.hidden_dtype == "float16" else "<f4")
+
+
+@dataclass
+class ShardBuffer:
+    """The samples of one shard, already packed."""
+
+    spec: CacheSpec
+    samples: int = 0
+    positions: int = 0
+    _parts: dict[str, list] = field(default_factory=dict)
+    _counts: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, sample: Sample) -> None:
+        self.samples += 1
+        self.positions += sample.counts.size
+        self._counts.append(sample.counts)
+        parts = {
+            "token_hash": np.array([token_hash(sample.tokens.astype("<i4").tobytes())], "<u8"),
+            "tokens": pack_tokens(sample.tokens, self.spec),
+            "loss_mask": np.packbits(sample.loss_mask, bitorder="little"),
+            "cu_seqlens": sample.cu_seqlens.astype("<i4"),
+            "row_size": sample.counts.size,
+            **(self._compact(sample) if self.spec.codec == "compact" else self._plain(sample)),
+            **{f"log_z.{index}": column for index, column in enumerate(sample.log_z)},
+        }
+        if sample.hidden is not None:
+            parts["hidden"] = sample.hidden
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def _compact(self, sample: Sample) -> dict:
+        if not sample.counts.size:
+            bottom, layout = np.zeros(0, np.uint16), np.zeros(0, np.uint8)
+            stream, high_bytes = np.zeros(0, np.uint8), 0
+        else:
+            bottom, layout, stream, high_bytes = codec.encode(
+                sample.ids, sample.logprobs, sample.counts, self.spec.vocab_size
+            )
+        return {
+            "mass": codec.code_mass(sample.mass).astype("<f2"),
+            "bottom": bottom.astype("<u2"),
+            "layout": layout,
+            "high_bytes": np.array([high_bytes], "<u4"),
+            "stream": stream,
+        }
+
+    def _plain(self, sample: Sample) -> dict:
+        halves = np.maximum(sample.logprobs, -LARGEST_HALF).astype("<f2")
+        row = np.repeat(np.arange(sample.counts.size), sample.counts)
+        order = np.lexsort((sample.ids, -halves.astype(np.float32), row))
+        ids = sample.ids[order]
+        parts = {
+            "mass": sample.mass.astype("<f4"),
+            "ids": (ids & 0xFFFF).astype("<u2"),
+            "logprobs": halves[order],
+        }
+        if wide_tokens(self.spec):
+            parts["ids_high"] = (ids >> 16).astype(np.uint8)
+        return parts
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Everything a shard file holds."""
+        parts = self._parts
+        offsets = {"token_offsets": "tokens", "document_offsets": "cu_seqlens"}
+        offsets |= (
+            {"stream_offsets": "stream"}
+            if self.spec.codec == "compact"
+            else {"entry_offsets": "ids"}
+        )
+        tensors = {
+            name: np.concatenate(arrays) for name, arrays in parts.items() if name != "row_size"
+        }
+        for name, source in offsets.items():
+            tensors[name] = _offsets([array.shape[0] for array in parts[source]])
+        tensors["row_offsets"] = _offsets(parts["row_size"])
+        counts = np.concatenate(self._counts)
+        if (counts != self.spec.topk).any():
+            tensors["counts"] = counts.astype("<u4")
+        return tensors
+
+
+def _offsets(sizes: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype("<u8")

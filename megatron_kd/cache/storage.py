@@ -1,0 +1,137 @@
+"""Where a cache's files lie: a directory, or an fsspec URL with a bounded number of bytes copied here."""
+
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import fsspec
+
+from megatron_kd.cache.format import MAX_JSON_BYTES, CacheError
+
+
+def open_storage(path: str, local_folder, max_local_bytes: int) -> "Directory | Remote":
+    """`file://` URLs and plain paths are read in place."""
+    if path.startswith("file://"):
+        path = path.removeprefix("file://")
+    if "://" not in path and "::" not in path:
+        return Directory(path)
+    return Remote(path, local_folder, max_local_bytes)
+
+
+class Directory:
+    """Files read in place."""
+
+    def __init__(self, path: str):
+        self.folder = Path(path)
+
+    def read_text(self, name: str) -> str | None:
+        file = self.folder / name
+        if not file.is_file():
+            return None
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise CacheError(
+                f"{file} has {file.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read"
+            )
+        return file.read_text(encoding="utf-8", errors="replace")
+
+    def local_path(self, name: str, expected_bytes: int) -> Path:
+        return self.folder / name
+
+
+class Remote:
+    """Files copied here when first used; the oldest copies go when there are too many bytes.
+
+    A copy that is mapped stays readable after it was removed. With a given folder several processes share the copies: one
+    appears under its name only when it is whole.
+    """
+
+    def __init__(self, url: str, local_folder, max_local_bytes: int):
+        self.url, self.max_local_bytes = url.rstrip("/"), max_local_bytes
+        self._given = None if local_folder is None else Path(local_folder)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._folder: Path | None = None
+        self._owner: int | None = None
+
+    def __getstate__(self) -> dict:
+        return {name: getattr(self, name) for name in ("url", "max_local_bytes", "_given")}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def read_text(self, name: str) -> str | None:
+        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        try:
+            size = filesystem.size(path)
+            if size is not None and size > MAX_JSON_BYTES:
+                raise CacheError(
+                    f"{self.url}/{name} has {size} bytes; at most {MAX_JSON_BYTES} are read"
+                )
+            return filesystem.cat_file(path).decode("utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def _local_folder(self) -> Path:
+        if self._folder is None or self._owner != os.getpid():
+            self._owner = os.getpid()
+            if self._given is not None:
+                self._given.mkdir(parents=True, exist_ok=True)
+                self._folder = self._given
+            else:
+                self._folder = Path(tempfile.mkdtemp(prefix="megatron-kd-"))
+                weakref.finalize(self, _remove_own, self._folder, self._owner)
+        return self._folder
+
+    def local_path(self, name: str, expected_bytes: int) -> Path:
+        """The local copy of a file, made if need be."""
+        if expected_bytes > self.max_local_bytes:
+            raise CacheError(
+                f"{self.url}/{name} has {expected_bytes} bytes, local copies may take {self.max_local_bytes}; "
+                "raise max_local_bytes"
+            )
+        folder = self._local_folder()
+        copy = folder / name
+        if copy.exists() and copy.stat().st_size == expected_bytes:
+            os.utime(copy)
+            return copy
+        self._make_room(folder, expected_bytes)
+        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        partial = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            size = filesystem.size(path)
+            if size is not None and size != expected_bytes:
+                raise CacheError(
+                    f"{self.url}/{name} has {size} bytes, the manifest says {expected_bytes}: truncated or replaced"
+                )
+            filesystem.get_file(path, str(partial))
+            os.replace(partial, copy)
+        except FileNotFoundError as error:
+            raise CacheError(f"{self.url}/{name} is missing") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return copy
+
+    def _make_room(self, folder: Path, needed_bytes: int) -> None:
+        copies = []
+        for file in folder.glob("shard-*"):
+            try:
+                status = file.stat()
+            except FileNotFoundError:  # another process made room
+                continue
+            copies.append((status.st_mtime_ns, status.st_size, file))
+        taken = sum(size for _, size, _ in copies)
+        for _, size, file in sorted(copies):
+            if taken + needed_bytes <= self.max_local_bytes:
+                break
+            file.unlink(missing_ok=True)
+            taken -= size
+
+
+def _remove_own(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not take its parent's copies away
+        shutil.rmtree(folder, ignore_errors=True)

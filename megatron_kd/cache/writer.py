@@ -1,0 +1,324 @@
+"""Writing a cache: samples in, whole shards on disk, the manifest last.
+
+`CacheWriter` is the plain form: one process, samples in order. A parallel capture uses the parts: `open_directory` once per
+worker, `plan_shards` for the cuts (the same everywhere), `finished_shards` for what is left to do, a `ShardWriter` per
+shard, and `publish_manifest` when all are there. The bytes depend only on the samples and the spec.
+
+Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatron_kd.cache.format import (
+    ENTRY_FOLDER,
+    MANIFEST_NAME,
+    SPEC_NAME,
+    CacheError,
+    CacheSpec,
+    ShardEntry,
+    build_manifest,
+    canonical_json,
+    check_contiguous,
+    parse_manifest,
+    publish,
+    read_json,
+)
+from megatron_kd.cache.sample import ShardBuffer, check_sample
+from megatron_kd.cache.shard import ShardHead, serialize
+
+DEFAULT_SHARD_POSITIONS = 1 << 17  # about 35 MB compact
+
+
+def open_directory(path: str | os.PathLike, spec: CacheSpec) -> Path:
+    """Makes the directory for a cache that is being written, or checks that it is being written with this spec.
+
+    Raises:
+        CacheError: It holds something else.
+    """
+    folder = Path(path)
+    text = canonical_json(spec.as_dict())
+    spec_file = folder / SPEC_NAME
+    if not spec_file.exists():
+        if folder.exists() and any(
+            name != ENTRY_FOLDER and not name.startswith(".") for name in os.listdir(folder)
+        ):
+            raise CacheError(f"{folder} holds other files; choose an empty directory for the cache")
+        (folder / ENTRY_FOLDER).mkdir(parents=True, exist_ok=True)
+        publish(spec_file, text.encode())
+    there = CacheSpec.from_dict(read_json(spec_file))
+    if there != spec:
+        one, other = there.as_dict(), spec.as_dict()
+        differing = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+        raise CacheError(
+            f"{folder} was begun with other settings (there, here): {differing}; "
+            "use the same settings, or another directory"
+        )
+    (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
+    return folder
+
+
+def plan_shards(
+    supervised: Sequence[int], shard_positions: int = DEFAULT_SHARD_POSITIONS
+) -> np.ndarray:
+    """Where shards are cut: after the sample that brings one to `shard_positions` rows or more.
+
+    Args:
+        supervised: [samples] supervised positions of each sample.
+
+    Returns:
+        [shards + 1] int64: shard i holds the samples from plan[i] up to plan[i + 1].
+    """
+    if shard_positions < 1:
+        raise CacheError(f"shard_positions must be at least 1, got {shard_positions}")
+    total = np.cumsum(np.asarray(supervised, dtype=np.int64))
+    cuts, before = [0], 0
+    while cuts[-1] < total.size:
+        cut = min(int(np.searchsorted(total, before + shard_positions)) + 1, total.size)
+        cuts.append(cut)
+        before = int(total[cut - 1])
+    return np.array(cuts, dtype=np.int64)
+
+
+def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
+    """Shards that are whole on disk, from the entry files or from the manifest. Does not read their contents."""
+    folder = Path(path)
+    if (folder / MANIFEST_NAME).exists():
+        manifest = folder / MANIFEST_NAME
+        found = parse_manifest(canonical_json(read_json(manifest)), str(manifest))[2]
+    else:
+        files = sorted((folder / ENTRY_FOLDER).glob("shard-*.json"))
+        found = [ShardEntry.from_dict(read_json(file), str(file)) for file in files]
+    entries = {}
+    for entry in found:
+        shard = folder / entry.file
+        if shard.exists() and shard.stat().st_size == entry.bytes:
+            entries[entry.shard] = entry
+    return entries
+
+
+class ShardWriter:
+    """Collects the samples of one shard in memory and puts the shard on disk in one step.
+
+    Args:
+        path: The cache's directory, prepared by `open_directory`.
+        shard: Its number. Two workers on the same shard do no harm: both write the same bytes.
+        first_sample: The number of the first sample appended.
+    """
+
+    def __init__(self, path: str | os.PathLike, spec: CacheSpec, shard: int, first_sample: int):
+        self.folder, self.spec, self.shard, self.first_sample = (
+            Path(path),
+            spec,
+            shard,
+            first_sample,
+        )
+        self._buffer = ShardBuffer(spec)
+
+    @property
+    def samples(self) -> int:
+        return self._buffer.samples
+
+    @property
+    def positions(self) -> int:
+        return self._buffer.positions
+
+    def append(
+        self,
+        tokens,
+        loss_mask,
+        topk_ids,
+        topk_logprobs,
+        *,
+        cu_seqlens=None,
+        log_z=None,
+        hidden=None,
+    ) -> None:
+        """Adds one sample. Arrays are numpy or torch.
+
+        Row t is the teacher's distribution of tokens[t + 1] given tokens[.. t]. Rows come for all n positions (those the
+        mask drops are ignored) or for the R supervised ones alone.
+
+        Args:
+            tokens: [n] integer.
+            loss_mask: [n] bool or 0/1; the last one is 0, as nothing follows the last token.
+            topk_ids: [n or R, K] integer, distinct along K; -1 marks an unused slot.
+            topk_logprobs: [n or R, K] floating, nats, full-vocabulary normaliser; -inf in unused slots.
+            cu_seqlens: [documents + 1] integer document bounds, from 0 to n; None: one document.
+            log_z: {τ: [n or R] floating} for exactly the spec's temperatures.
+            hidden: [n or R, D] floating, where the spec keeps hidden states.
+
+        Raises:
+            CacheError: A row is not a truncated distribution, or shapes and dtypes are not these.
+        """
+        where = f"sample {self.first_sample + self.samples}"
+        sample = check_sample(
+            self.spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
+        )
+        self._buffer.add(sample)
+
+    def publish(self) -> ShardEntry:
+        """Writes the shard, then its entry file. Before this returns nothing of the shard counts as finished."""
+        if not self.samples:
+            raise CacheError(f"shard {self.shard} has no samples")
+        head = ShardHead(self.shard, self.first_sample, self.samples, self.spec.fingerprint)
+        payload = serialize(self.spec, head, self._buffer.tensors())
+        entry = ShardEntry(
+            shard=self.shard,
+            first_sample=self.first_sample,
+            samples=self.samples,
+            positions=self.positions,
+            bytes=len(payload),
+            xxh3_128=xxhash.xxh3_128_hexdigest(payload),
+        )
+        publish(self.folder / entry.file, payload)
+        publish_entry(self.folder, entry)
+        return entry
+
+
+def publish_entry(folder: Path, entry: ShardEntry) -> None:
+    name = Path(entry.file).with_suffix(".json").name
+    publish(folder / ENTRY_FOLDER / name, canonical_json(entry.as_dict()).encode())
+
+
+def publish_manifest(
+    path: str | os.PathLike, *, samples: int, origin: Mapping | None = None
+) -> dict:
+    """Completes the cache: binds all shards in manifest.json. Safe to call again, and from several workers.
+
+    Args:
+        samples: How many the cache must hold.
+        origin: Where the cache came from (paths, for `verify --repair`); carried in the manifest, bound by nothing.
+
+    Raises:
+        CacheError: Shards are missing; the message names them.
+    """
+    folder = Path(path)
+    spec = CacheSpec.from_dict(read_json(folder / SPEC_NAME))
+    finished = finished_shards(folder)
+    entries = [finished[shard] for shard in sorted(finished)]
+    there = sum(entry.samples for entry in entries)
+    if there != samples:
+        raise CacheError(
+            f"{folder} is not complete: {there} of {samples} samples in {len(entries)} finished shards; "
+            "run the same command again to write the rest"
+        )
+    check_contiguous(entries, str(folder))
+    manifest = build_manifest(spec, entries, origin)
+    publish(folder / MANIFEST_NAME, canonical_json(manifest).encode())
+    for file in (folder / ENTRY_FOLDER).glob("shard-*.json"):
+        file.unlink(missing_ok=True)
+    for stale in folder.glob(".*.tmp"):  # left by killed writers
+        stale.unlink(missing_ok=True)
+    return manifest
+
+
+def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
+    """Turns a complete cache back into one being written, without the given shards (they must be gone or moved)."""
+    folder = Path(path)
+    manifest = folder / MANIFEST_NAME
+    _, spec, entries = parse_manifest(canonical_json(read_json(manifest)), str(manifest))
+    (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
+    publish(folder / SPEC_NAME, canonical_json(spec.as_dict()).encode())
+    for entry in entries:
+        if entry.shard not in without:
+            publish_entry(folder, entry)
+    manifest.unlink()
+
+
+class CacheWriter:
+    """Writes a cache from one process, sample after sample.
+
+    Leaving the `with` block without an exception publishes the manifest; an exception or a kill leaves the finished shards
+    and no manifest. With `resume=True` such a directory is continued: append the samples from `next_sample` on.
+
+    Args:
+        path: An empty or new directory.
+        shard_positions: Supervised positions after which a shard is closed.
+        origin: See `publish_manifest`.
+        **description: The fields of `CacheSpec`: vocab_size, topk, teacher, tokenizer, codec, …
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        shard_positions: int = DEFAULT_SHARD_POSITIONS,
+        resume: bool = False,
+        origin: Mapping | None = None,
+        **description,
+    ):
+        if shard_positions < 1:
+            raise CacheError(f"shard_positions must be at least 1, got {shard_positions}")
+        try:
+            self.spec = CacheSpec(**description)
+        except TypeError as error:
+            raise CacheError(
+                f"CacheWriter: {error}; see CacheSpec for what describes a cache"
+            ) from error
+        folder = Path(path)
+        if (folder / MANIFEST_NAME).exists():
+            raise CacheError(f"{folder} holds a complete cache; choose another directory")
+        if not resume and (folder / SPEC_NAME).exists():
+            raise CacheError(
+                f"{folder} holds an unfinished cache; continue it with resume=True or choose another directory"
+            )
+        self.folder = open_directory(folder, self.spec)
+        self.shard_positions, self.origin = shard_positions, origin
+        finished = finished_shards(self.folder)
+        shard = 0
+        self.next_sample = 0
+        while shard in finished and finished[shard].first_sample == self.next_sample:
+            self.next_sample += finished[shard].samples
+            shard += 1
+        self._shard = ShardWriter(self.folder, self.spec, shard, self.next_sample)
+
+    def append(
+        self,
+        tokens,
+        loss_mask,
+        topk_ids,
+        topk_logprobs,
+        *,
+        cu_seqlens=None,
+        log_z=None,
+        hidden=None,
+    ) -> None:
+        """Adds one sample; see `ShardWriter.append`."""
+        self._shard.append(
+            tokens,
+            loss_mask,
+            topk_ids,
+            topk_logprobs,
+            cu_seqlens=cu_seqlens,
+            log_z=log_z,
+            hidden=hidden,
+        )
+        self.next_sample += 1
+        if self._shard.positions >= self.shard_positions:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._shard.publish()
+        self._shard = ShardWriter(self.folder, self.spec, self._shard.shard + 1, self.next_sample)
+
+    def close(self) -> dict:
+        """Publishes what is left and the manifest, and returns it."""
+        if self._shard.samples:
+            self._flush()
+        if not self.next_sample:
+            raise CacheError(
+                f"{self.folder}: no sample was appended, so there is no cache to complete"
+            )
+        return publish_manifest(self.folder, samples=self.next_sample, origin=self.origin)
+
+    def __enter__(self) -> "CacheWriter":
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if exception_type is None:
+            self.close()
