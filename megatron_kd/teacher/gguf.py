@@ -17,6 +17,8 @@ import torch
 from megatron_kd.data.publish import published_directory
 
 PROVENANCE = "import.json"
+# Architectures whose weights this module reads, the dense decoders a student can be cut from.
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -112,11 +114,18 @@ def _open(gguf_file: Path):
         if file.read(4) != b"GGUF":
             raise ValueError(f"{gguf_file.name} is not a GGUF file: it does not start with 'GGUF'")
     try:
-        return GGUFReader(gguf_file)
+        reader = GGUFReader(gguf_file)
     except (ValueError, IndexError) as error:  # what numpy says of a map that ends too early
         raise ValueError(
             f"{gguf_file.name} is a damaged GGUF file ({error}); get it again"
         ) from error
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"{gguf_file.name} holds a {architecture} model; expected one of "
+            f"{', '.join(_ARCHITECTURES)}. Use the model's own Hugging Face directory"
+        )
+    return reader
 
 
 def _load_tokenizer(directory, reader):
@@ -127,7 +136,7 @@ def _load_tokenizer(directory, reader):
     from megatron_kd.teacher.gguf_tokenizer import tokenizer_from_fields
 
     fields = {key: field.contents() for key, field in reader.fields.items()}
-    architecture = fields.get("general.architecture")
+    architecture = fields["general.architecture"]
     return tokenizer_from_fields(fields, max_length=fields.get(f"{architecture}.context_length"))
 
 
@@ -166,10 +175,8 @@ def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     layers = model.config.num_hidden_layers
     to_gguf = get_tensor_name_map(numbers[architecture], layers)
-    names = {
-        to_gguf.get_name(name, try_suffixes=(".weight", ".bias")): name
-        for name in model.state_dict()
-    }
+    suffixes = (".weight", ".bias")
+    names = {to_gguf.get_name(name, suffixes): name for name in model.state_dict()}
     # Undoes what the writer did to the weights: llama's q and k rows are stored in another order.
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     weights = {}

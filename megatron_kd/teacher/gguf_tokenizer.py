@@ -1,9 +1,9 @@
 """A fast Hugging Face tokenizer from the vocabulary inside a GGUF file.
 
-transformers' own conversion keeps only vocabulary and merges: it splits digits and spaces by GPT-2's
-rule whatever the model was trained with, and decodes through Llama's SentencePiece steps. The file
-names its splitting rule in `tokenizer.ggml.pre`; the known ones are rebuilt here, and an unknown one
-is refused, since a tokenizer that is almost right gives a teacher that is quietly wrong.
+transformers' own conversion keeps only vocabulary and merges: it splits digits and spaces by the
+rule of GPT-2 whatever the model was trained with, and decodes by the steps of SentencePiece. The
+file names its splitting rule in `tokenizer.ggml.pre`; the known ones are rebuilt here, and an
+unknown one is refused: a tokenizer that is almost right gives a teacher that is quietly wrong.
 """
 
 from collections.abc import Mapping
