@@ -41,8 +41,11 @@ def published_directory(output: str | os.PathLike, *, overwrite: bool = False) -
 
 
 def flush_tree(folder: Path) -> None:
-    """Forces every file and folder below `folder` onto the disk."""
+    """Forces every file and folder below `folder` onto the disk, readable as the umask allows."""
+    allowed = folder.stat().st_mode & 0o666  # safetensors makes its files for the owner alone
     for base, _, files in os.walk(folder):
+        for name in files:
+            os.chmod(os.path.join(base, name), allowed)
         for name in [*files, "."]:
             descriptor = os.open(os.path.join(base, name), os.O_RDONLY)
             try:

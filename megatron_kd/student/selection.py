@@ -1,4 +1,4 @@
-"""What a student keeps of its teacher: layers, key/value groups, feed-forward and hidden channels."""
+"""What a student keeps: layers, key/value groups, feed-forward and hidden channels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
