@@ -11,7 +11,7 @@ the whole vocabulary (ids below `vocab_size`) at temperature 1, whatever is kept
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -105,14 +105,38 @@ class Rows:
     hidden: np.ndarray | None = None  # [r, D] in the engine's dtype (fp32 where numpy lacks it)
 
 
-class TeacherEngine(Protocol):
-    """An engine is built with a teacher, a RowRequest and its own options, and closed after use."""
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """What a cache's manifest says about its teacher."""
 
     version: str
-    """Engine and library versions; part of the cache's manifest."""
+    """Engine and library versions."""
+    fingerprint: dict[str, str]
+    """Hashes of config and weights, or the id that a server reports."""
+    output_rows: int | None = None
+    """Rows of the output layer, padding included; None where a server does not say."""
+    hidden_size: int | None = None
+    """D; None where the engine cannot return hidden states."""
+    max_tokens: int | None = None
+    """The longest text it reads; None where that is not known."""
+    licence: str | None = None
 
-    def fingerprint(self) -> dict[str, str]:
-        """What names the teacher: config and weights hash, or the id its server reports."""
+
+class TeacherEngine(Protocol):
+    """An engine is built from a teacher, a RowRequest and its own Options, and closed after use."""
+
+    Options: type
+    """A dataclass of plain values, each field documented; the command line's options by the same
+    names."""
+
+    @classmethod
+    def describe(cls, teacher: str, options: Any) -> Teacher:
+        """Names the teacher without loading it.
+
+        Raises:
+            EngineError: it is not a teacher of this engine.
+            EngineUnavailable: its server does not answer.
+        """
 
     def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
         """Yields (index into documents, rows) once per document, in any order.

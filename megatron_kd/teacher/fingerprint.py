@@ -1,5 +1,6 @@
 """What names a teacher: hashes over its configuration and over the bytes of its weights."""
 
+import functools
 import hashlib
 import json
 import os
@@ -14,6 +15,21 @@ _READ_BYTES = 8 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 # Not part of what a model computes, and rewritten by tools that only load and save it.
 _IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def model_directory(teacher: str | os.PathLike) -> Path:
+    """The folder of a local Hugging Face model.
+
+    Raises:
+        EngineError: it is not one.
+    """
+    path = Path(teacher)
+    if not (path / "config.json").is_file():
+        raise EngineError(
+            f"{teacher} is not a Hugging Face model directory (no config.json); only local "
+            f"directories are read"
+        )
+    return path
 
 
 def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
@@ -36,7 +52,7 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
     if not files:
         raise EngineError(f"{path} holds no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
     with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash lets go of the GIL
-        digests = list(pool.map(_file_digest, files))
+        digests = list(pool.map(_file_digest, files, (f.stat().st_mtime_ns for f in files)))
     whole = xxhash.xxh3_128()
     for file, digest in zip(files, digests, strict=True):
         whole.update(f"{file.name} {file.stat().st_size} {digest}\n".encode())
@@ -59,7 +75,8 @@ def licence_of(path: str | os.PathLike) -> str | None:
     return str(value) if value else None
 
 
-def _file_digest(path: Path) -> str:
+@functools.lru_cache(maxsize=4096)  # the splits of one capture share a teacher
+def _file_digest(path: Path, mtime_ns: int) -> str:
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(_READ_BYTES):

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import transformers
 
-from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows
-from megatron_kd.teacher.fingerprint import model_fingerprint
+from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows, Teacher
+from megatron_kd.teacher.fingerprint import licence_of, model_directory, model_fingerprint
 from megatron_kd.teacher.selection import draws_of, select
 
 # fp32 copies of a chunk of logits that live at once while it is selected from.
@@ -58,13 +58,27 @@ class TransformersOptions:
 class TransformersEngine:
     """Runs a causal LM of the transformers library; see TeacherEngine for the interface."""
 
-    def __init__(
-        self, teacher: str | os.PathLike, request: RowRequest, options: TransformersOptions
-    ):
-        self.path = Path(teacher)
+    Options = TransformersOptions
+
+    @classmethod
+    def describe(cls, teacher: str, options: TransformersOptions) -> Teacher:
+        path = model_directory(teacher)
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=options.trust_remote_code
+        ).get_text_config()
+        return Teacher(
+            version=f"transformers {transformers.__version__}, torch {torch.__version__}",
+            fingerprint=model_fingerprint(path),
+            output_rows=config.vocab_size,
+            hidden_size=config.hidden_size,
+            max_tokens=getattr(config, "max_position_embeddings", None),
+            licence=licence_of(path),
+        )
+
+    def __init__(self, teacher: str, request: RowRequest, options: TransformersOptions):
+        self.path = model_directory(teacher)
         self.request = request
         self.options = options
-        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.model = _load(self.path, options)
         self.device = self.model.get_input_embeddings().weight.device
         self._base = self.model.base_model
@@ -72,14 +86,10 @@ class TransformersEngine:
         if head_rows < request.vocab_size:
             raise EngineError(
                 f"{self.path} has {head_rows} output rows, fewer than the vocabulary size "
-                f"{request.vocab_size}: "
-                "this is not the teacher the data was tokenised for"
+                f"{request.vocab_size}: this is not the teacher the data was tokenised for"
             )
         self._chunk_rows = max(1, options.head_chunk_bytes // (head_rows * 4 * _CHUNK_COPIES))
-        self._check_head(head_rows)
-
-    def fingerprint(self) -> dict[str, str]:
-        return model_fingerprint(self.path)
+        self._check_head()
 
     def close(self) -> None:
         self.model = self._base = None
@@ -91,8 +101,7 @@ class TransformersEngine:
             except torch.OutOfMemoryError as error:
                 raise EngineError(
                     f"the teacher ran out of memory on a batch of {len(batch)} documents; lower "
-                    f"--batch-tokens "
-                    f"(now {self.options.batch_tokens})"
+                    f"--batch-tokens (now {self.options.batch_tokens})"
                 ) from error
             yield from zip(batch, rows, strict=True)
 
@@ -143,7 +152,7 @@ class TransformersEngine:
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
     @torch.inference_mode()
-    def _check_head(self, head_rows: int) -> None:
+    def _check_head(self) -> None:
         """Refuses an architecture whose logits are not a function of the base model's output, row
         by row."""
         generator = torch.Generator().manual_seed(0)
@@ -184,12 +193,6 @@ def batches(documents: Sequence[Document], batch_tokens: int) -> Iterator[list[i
 
 
 def _load(path: Path, options: TransformersOptions) -> transformers.PreTrainedModel:
-    if not (path / "config.json").is_file():
-        raise EngineError(
-            f"{path} is not a Hugging Face model directory (no config.json); the transformers "
-            f"engine reads local "
-            "directories only"
-        )
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype_key = "dtype" if version >= (4, 56) else "torch_dtype"
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)

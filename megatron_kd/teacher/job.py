@@ -1,0 +1,372 @@
+"""One capture: what it was asked to do, and the making of its shards.
+
+Every worker opens the same directory with the same description, makes the shards that are its own
+and not there yet, and publishes the manifest if its shard was the last one missing. Nothing is
+shared but files that appear whole.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache.format import MANIFEST_NAME, CacheError, CacheSpec, publish
+from megatron_kd.cache.sample import ShardBuffer, check_sample
+from megatron_kd.cache.shard import ShardHead, serialize
+from megatron_kd.cache.writer import (
+    DEFAULT_SHARD_POSITIONS,
+    ShardWriter,
+    finished_shards,
+    open_directory,
+    plan_shards,
+    publish_manifest,
+    reopen,
+)
+from megatron_kd.data.sequences import SequenceReader
+from megatron_kd.teacher.engine import (
+    Document,
+    EngineError,
+    RowRequest,
+    Rows,
+    Teacher,
+    engine_class,
+)
+from megatron_kd.teacher.plan import SampleRows, pieces
+from megatron_kd.teacher.progress import CaptureProgress
+from megatron_kd.teacher.worker import Worker
+
+# What `verify --repair` needs to make a shard again; beside the shards until the manifest carries
+# it.
+_ORIGIN_NAME = ".capture.json"
+_TRIAL_POSITIONS = 4096
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureJob:
+    """A capture of one split, as plain values: they travel in the cache's manifest so that it can
+    be repaired."""
+
+    data: str
+    """Folder of the split's prepared sequences."""
+    teacher: str
+    """Model directory, or the model's name at its server."""
+    engine: str = "transformers"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own options that were given."""
+    topk: int = 100
+    top_p: float = 1.0
+    sampling: str = "topk"
+    seed: int = 1234
+    temperatures: tuple[float, ...] = ()
+    hidden_dtype: str | None = None
+    """None keeps no hidden states."""
+    codec: str = "compact"
+    shard_positions: int = DEFAULT_SHARD_POSITIONS
+    vocab_size: int | None = None
+    """None takes the tokenizer's, from the data."""
+    licence: str | None = None
+    """None takes what the teacher's model card says."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+
+    def engine_options(self) -> Any:
+        """The engine's options object.
+
+        Raises:
+            EngineError: an option is not one of this engine's, or its value is refused.
+        """
+        kind = engine_class(self.engine).Options
+        known = {f.name for f in fields(kind)}
+        unknown = sorted(set(self.options) - known)
+        if unknown:
+            raise EngineError(
+                f"{', '.join(unknown)}: not an option of the {self.engine} engine, which has "
+                f"{', '.join(sorted(known))}"
+            )
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()})
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A job with everything resolved that does not need the teacher loaded."""
+
+    job: CaptureJob
+    reader: SequenceReader
+    options: Any
+    described: Teacher
+    request: RowRequest
+    spec: CacheSpec
+    plan: np.ndarray  # [shards + 1] int64, shard i holds samples plan[i] to plan[i + 1]
+    positions: np.ndarray  # [samples] int64
+
+
+def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict[str, bool]:
+    """Makes this worker's missing shards of several splits.
+
+    Args:
+        jobs: Split name: (job, cache directory). All are checked before the teacher is loaded.
+
+    Returns:
+        Split name: whether its cache is complete now (False: other workers have shards to make).
+
+    Raises:
+        ValueError: the data, teacher, options and directory do not go together; the message says
+            how to go on.
+        OSError: the disk is full, or the teacher stopped answering. Finished shards are kept.
+    """
+    settings = {name: (_resolve(job), output) for name, (job, output) in jobs.items()}
+    folders = {
+        name: open_directory(output, setting.spec) for name, (setting, output) in settings.items()
+    }
+    complete = {}
+    with _Engines() as engines:
+        for name, (setting, _) in settings.items():
+            folder = folders[name]
+            if not (folder / MANIFEST_NAME).exists():
+                publish(folder / _ORIGIN_NAME, _origin_text(setting.job))
+                _make(
+                    setting,
+                    folder,
+                    name if worker.count == 1 else f"{name} {worker}",
+                    worker,
+                    engines,
+                )
+            complete[name] = _complete(setting, folder)
+    return complete
+
+
+def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict:
+    """Makes missing shards of a cache again, by the parameters it was captured with; for
+    `megatron-kd verify --repair`.
+
+    Args:
+        path: The cache's directory, complete or not.
+        shards: Shards to make again even though they are there. None: those that are missing.
+
+    Returns:
+        The new manifest.
+
+    Raises:
+        ValueError: data or teacher are not those of the cache any more.
+        OSError: as in capture_split.
+    """
+    folder = Path(path)
+    manifest_file, origin_file = folder / MANIFEST_NAME, folder / _ORIGIN_NAME
+    if manifest_file.exists():
+        origin = json.loads(manifest_file.read_text())["origin"]
+    elif origin_file.exists():
+        origin = json.loads(origin_file.read_text())
+    else:
+        raise EngineError(
+            f"{folder} does not say how it was captured; run megatron-kd capture with its "
+            f"parameters again"
+        )
+    try:
+        job = CaptureJob(**origin)
+    except TypeError as error:
+        raise EngineError(f"{folder} was not captured by megatron-kd capture: {error}") from error
+    setting = _resolve(job)
+    open_directory(folder, setting.spec)
+    if manifest_file.exists():
+        there = finished_shards(folder)
+        again = set(range(len(setting.plan) - 1)) - set(there) if shards is None else set(shards)
+        publish(origin_file, _origin_text(job))
+        reopen(folder, without=sorted(again))
+    with _Engines() as engines:
+        _make(setting, folder, folder.name, Worker(), engines)
+    _complete(setting, folder)
+    return json.loads(manifest_file.read_text())
+
+
+def _resolve(job: CaptureJob) -> _Setting:
+    reader = SequenceReader(job.data)
+    data = reader.manifest
+    options = job.engine_options()
+    engine = engine_class(job.engine)
+    described = engine.describe(job.teacher, options)
+    vocab_size = job.vocab_size or data["vocab_size"]
+    if described.output_rows is not None and described.output_rows < vocab_size:
+        raise EngineError(
+            f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
+            f"size {vocab_size}: this is "
+            "not the teacher the data was tokenised for"
+        )
+    if job.hidden_dtype and described.hidden_size is None:
+        raise EngineError(
+            f"the {job.engine} engine returns no hidden states; use the transformers engine or "
+            f"leave out --hidden-dtype"
+        )
+    request = RowRequest(
+        topk=job.topk,
+        vocab_size=vocab_size,
+        top_p=job.top_p,
+        sampling=job.sampling,
+        seed=job.seed,
+        temperatures=job.temperatures,
+        hidden=job.hidden_dtype is not None,
+    )
+    sampling: Any = job.sampling
+    if job.sampling == "random":
+        sampling = {"method": "random", "draws": job.topk, "seed": job.seed}
+    elif job.top_p < 1.0:
+        sampling = {"method": "topk", "top_p": job.top_p}
+    shaping = {k: v for k, v in asdict(options).items() if k in ("dtype", "batch_tokens")}
+    spec = CacheSpec(
+        vocab_size=vocab_size,
+        topk=job.topk,
+        teacher=described.fingerprint,
+        tokenizer=data["tokenizer"],
+        codec=job.codec,
+        engine={"name": job.engine, "version": described.version},
+        sampling=sampling,
+        template=data.get("template"),
+        packing=data["packing"],
+        data=data["fingerprint"],
+        temperatures=job.temperatures,
+        hidden_size=described.hidden_size if job.hidden_dtype else 0,
+        hidden_dtype=job.hidden_dtype or "float16",
+        licence=job.licence or described.licence,
+        parameters={"shard_positions": job.shard_positions, **shaping},
+    )
+    positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
+    plan = plan_shards(positions, job.shard_positions)
+    return _Setting(job, reader, options, described, request, spec, plan, positions)
+
+
+class _Engines:
+    """Loads the teacher when its first row is asked for, and keeps it for the next split."""
+
+    def __init__(self):
+        self._key = self._engine = None
+
+    def __enter__(self) -> "_Engines":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def of(self, setting: _Setting):
+        job = setting.job
+        key = (job.engine, job.teacher, setting.request, setting.options)
+        if key != self._key:
+            self.__exit__()
+            self._engine = engine_class(job.engine)(job.teacher, setting.request, setting.options)
+            self._key = key
+        return self._engine
+
+
+def _make(setting: _Setting, folder: Path, label: str, worker: Worker, engines: _Engines) -> None:
+    """Makes the worker's shards that are not finished. Loads the teacher only if there are any."""
+    finished = finished_shards(folder)
+    shards = len(setting.plan) - 1
+    todo = [shard for shard in range(shards) if worker.takes(shard) and shard not in finished]
+    if not todo:
+        return
+    of_shard = np.add.reduceat(setting.positions, setting.plan[:-1])
+    engine = engines.of(setting)
+    progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(folder).free)
+    try:
+        for shard in todo:
+            try:
+                _make_shard(setting, engine, folder, shard, progress)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                raise OSError(
+                    f"{error}. Shard {shard} of {shards} in {folder} could not be written; the "
+                    f"finished ones are kept. "
+                    "Make room and run the same command again to go on"
+                ) from error
+    finally:
+        progress.close()
+
+
+def _make_shard(
+    setting: _Setting, engine, folder: Path, shard: int, progress: CaptureProgress
+) -> None:
+    first, last = int(setting.plan[shard]), int(setting.plan[shard + 1])
+    found = pieces(setting.reader, first, last, setting.spec.packing)
+    hidden_size = setting.spec.hidden_size
+    held = {
+        index: SampleRows(np.asarray(setting.reader[index].loss_mask), setting.request, hidden_size)
+        for index in range(first, last)
+    }
+    trial = ShardBuffer(setting.spec)
+    for number, rows in engine.stream([piece.document for piece in found]):
+        piece = found[number]
+        held[piece.sample].put(piece, rows)
+        progress.advance(len(piece.document.rows))
+        if progress.wants_estimate:
+            if trial.positions < _TRIAL_POSITIONS:
+                _add_trial(trial, setting.spec, piece.document, rows)
+            if progress.ready_to_estimate:
+                progress.estimate(_encoded_bytes(trial, setting.spec) / trial.positions)
+    writer = ShardWriter(folder, setting.spec, shard, first)
+    for index in range(first, last):
+        sample, rows = setting.reader[index], held.pop(index)
+        writer.append(
+            sample.tokens,
+            sample.loss_mask,
+            rows.topk_ids,
+            rows.topk_logprobs,
+            cu_seqlens=sample.cu_seqlens,
+            log_z=rows.log_z,
+            hidden=rows.hidden,
+        )
+    writer.publish()
+
+
+def _add_trial(trial: ShardBuffer, spec: CacheSpec, document: Document, rows: Rows) -> None:
+    """Encodes a document's rows as if it were a sample, to see what they take."""
+    tokens = np.append(document.tokens, np.int32(0))  # the last position of a sample is never a row
+    mask = np.zeros(len(tokens), bool)
+    mask[document.rows] = True
+    trial.add(
+        check_sample(
+            spec,
+            "a captured document",
+            tokens,
+            mask,
+            rows.topk_ids,
+            rows.topk_logprobs,
+            None,
+            rows.log_z,
+            rows.hidden,
+        )
+    )
+
+
+def _encoded_bytes(trial: ShardBuffer, spec: CacheSpec) -> int:
+    head = ShardHead(0, 0, trial.samples, spec.fingerprint)
+    return len(serialize(spec, head, trial.tensors()))
+
+
+def _complete(setting: _Setting, folder: Path) -> bool:
+    """Publishes the manifest if every shard is there; so does any other worker that sees them
+    all."""
+    manifest = folder / MANIFEST_NAME
+    if not manifest.exists():
+        try:
+            if len(finished_shards(folder)) < len(setting.plan) - 1:
+                return manifest.exists()
+            publish_manifest(folder, samples=len(setting.reader), origin=asdict(setting.job))
+        except (FileNotFoundError, CacheError):
+            # Another worker published between two looks at the directory and took the entry files
+            # away.
+            if not manifest.exists():
+                raise
+    (folder / _ORIGIN_NAME).unlink(missing_ok=True)
+    return True
+
+
+def _origin_text(job: CaptureJob) -> bytes:
+    return json.dumps(asdict(job), sort_keys=True).encode()

@@ -1,0 +1,119 @@
+"""What a capture says while it runs: an estimate after the first rows, then its rate and the time
+left."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_LINE_EVERY_S = 15.0
+_ESTIMATE_AFTER_S = 2.0
+
+
+class CaptureProgress:
+    """A bar on a terminal, a line every 15 s elsewhere (logs of array jobs). Everything goes to
+    stderr.
+
+    Args:
+        label: Split and worker, shown on every line.
+        positions: Rows this process has to make. The clock starts with the object.
+        free_bytes: Free space where they go, or None where it is not known.
+    """
+
+    def __init__(self, label: str, positions: int, free_bytes: int | None):
+        self.label = label
+        self.positions = positions
+        self.done = 0
+        self._free_bytes = free_bytes
+        self._started = self._last_line = time.monotonic()
+        self._estimated = False
+        console = Console(stderr=True)
+        self._bar = None
+        if console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("positions, {task.fields[rate]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task(label, total=positions, rate="")
+            self._bar.start()
+
+    @property
+    def wants_estimate(self) -> bool:
+        return not self._estimated
+
+    @property
+    def ready_to_estimate(self) -> bool:
+        return time.monotonic() - self._started >= _ESTIMATE_AFTER_S or self.done >= self.positions
+
+    def estimate(self, bytes_per_position: float) -> None:
+        """Says once what the whole work will take, from the rows made so far and their encoded
+        size."""
+        self._estimated = True
+        rate = self.done / max(time.monotonic() - self._started, 1e-9)
+        total_bytes = bytes_per_position * self.positions
+        self._say(
+            f"estimate from {self.done:,} positions: {self.positions:,} positions at "
+            f"{rate:,.0f}/s take "
+            f"{_duration(self.positions / max(rate, 1e-9))} and {_size(total_bytes)} "
+            f"({bytes_per_position:.0f} bytes/position)"
+        )
+        if self._free_bytes is not None and total_bytes > self._free_bytes:
+            self._say(
+                f"warning: only {_size(self._free_bytes)} are free there; the capture will stop "
+                f"when the disk is full, "
+                "keep its finished shards, and go on when it is run again with more room"
+            )
+
+    def advance(self, positions: int) -> None:
+        self.done += positions
+        now = time.monotonic()
+        rate = self.done / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, rate=f"{rate:,.0f}/s")
+        elif now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            left = (self.positions - self.done) / max(rate, 1e-9)
+            self._say(
+                f"{self.done:,} of {self.positions:,} positions, {rate:,.0f}/s, {_duration(left)} "
+                f"left"
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _say(self, text: str) -> None:
+        line = f"capture {self.label}: {text}"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
