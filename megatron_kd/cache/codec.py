@@ -1,11 +1,14 @@
-"""The compact code of top-K rows: ids as a set by Elias-Fano, log-probabilities by a Rice code on a fixed grid.
+"""The compact code of top-K rows: ids as a set by Elias-Fano, log-probabilities by a Rice code on a
+fixed grid.
 
-Letters: R rows, k candidates of a row, E = sum of k over the rows, V vocabulary, q = -log p / STEP rounded, b the row's
+Letters: R rows, k candidates of a row, E = sum of k over the rows, V vocabulary, q = -log p / STEP
+    rounded, b the row's
 largest q, e = b - q. The layout is described, bit by bit, in docs/cache-format.md.
 
-Why these: K ids out of V need about log2(V/K) + 1.44 bits each as a set and 17 as a list; most of K candidates lie close
-above the row's smallest one, so e is small and a Rice code (r low bits, the rest in unary) needs some 9 bits where a
-fixed width needs 11. A grid fixed in nats bounds the error for every row, whatever its range.
+Why these: K ids out of V need about log2(V/K) + 1.44 bits each as a set and 17 as a list; most of K
+candidates lie close above the row's smallest one, so e is small and a Rice code (r low bits, the
+rest in unary) needs some 9 bits where a fixed width needs 11. A grid fixed in nats bounds the error
+for every row, whatever its range.
 """
 
 import numpy as np
@@ -20,13 +23,13 @@ MIN_MASS = 2.0**-13  # below it a half-precision mass is too coarse for that
 
 
 def low_bits(counts: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Elias-Fano split: how many low bits of each id are stored plainly, for rows of `counts` ids. [R] int64."""
+    """[R] int64: how many low bits of each id a row of that many ids stores plainly."""
     ratio = np.maximum(vocab_size // counts, 1)
     return (np.frexp(ratio)[1] - 1).astype(np.int64)  # floor(log2(ratio))
 
 
 def code_mass(mass: np.ndarray) -> np.ndarray:
-    """[R] fp64 in [0, 1] to [R] fp16: 1 - mass, or -mass where that is the smaller; the small side keeps its digits."""
+    """[R] fp64 in [0, 1] to [R] fp16: 1 - mass, or -mass where that is the smaller of the two."""
     small = np.where(mass > 0.5, 1.0 - mass, -mass)
     coded = small.astype(np.float16)
     coded[(mass <= 0.5) & (coded == 0)] = np.float16(-0.0)
@@ -48,7 +51,8 @@ def encode(ids, logprobs, counts, vocab_size):
         counts: [R] int64, ≥ 1: entries per row.
 
     Returns:
-        (bottom [R] uint16, layout [R] uint8, stream uint8, high_bytes: length of the stream's second part)
+        (bottom [R] uint16, layout [R] uint8, stream uint8, high_bytes: length of the stream's
+        second part)
     """
     starts = np.cumsum(counts) - counts
     row = np.repeat(np.arange(counts.size), counts)
@@ -56,7 +60,7 @@ def encode(ids, logprobs, counts, vocab_size):
     bottom = np.maximum.reduceat(code, starts)
     excess = bottom[row] - code  # [E] e
 
-    # r of each row: the cheapest of all; a row also may go without the unary part, at its own full width
+    # r of each row: the cheapest; or no unary part at all, at the row's full width
     widest = _bit_length(np.maximum.reduceat(excess, starts))
     best_bits = counts * widest
     layout = widest | FIXED
@@ -176,7 +180,7 @@ def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
 
 
 def _restore_top(logprobs: np.ndarray, mass: np.ndarray) -> None:
-    """Where one candidate holds most of the mass, its exact value follows from the mass and the others."""
+    """A candidate that holds most of the mass is known better from the mass and the others."""
     if not logprobs.size:
         return
     chosen = np.flatnonzero((np.exp(logprobs[:, 0]) >= TOP_SHARE * mass) & (mass >= MIN_MASS))

@@ -1,7 +1,9 @@
-"""What a cache directory is: its names, what binds its parts together, and the manifest that completes it.
+"""What a cache directory is: its names, what binds its parts together, and the manifest that
+completes it.
 
-The bytes are described in docs/cache-format.md. A directory holds `spec.json` (what every shard must agree on), the shards,
-and while it is being written one small entry file per finished shard; `manifest.json` comes last and makes it a cache.
+The bytes are described in docs/cache-format.md. A directory holds `spec.json` (what every shard
+must agree on), the shards, and while it is being written one small entry file per finished shard;
+`manifest.json` comes last and makes it a cache.
 """
 
 import hashlib
@@ -31,7 +33,7 @@ HASH_BLOCK_BYTES = 1 << 22
 
 
 class CacheError(ValueError):
-    """A cache, or what was to be written to one, is not what it must be; the message says what to do."""
+    """A cache, or what was to go into one, is not what it must be; the message says what to do."""
 
 
 def canonical_json(value: Any) -> str:
@@ -50,7 +52,7 @@ def token_hash(tokens_bytes: bytes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Everything that all shards of one cache share. Equal specs give equal bytes, however the work was split."""
+    """Everything that all shards of one cache share."""
 
     vocab_size: int
     """Ids run from 0 to vocab_size - 1 (teacher's vocabulary without padding rows)."""
@@ -136,7 +138,8 @@ class CacheSpec:
         missing = {"vocab_size", "topk", "teacher", "tokenizer"} - set(values)
         if missing or set(values) - known:
             raise CacheError(
-                f"description of a cache: missing {sorted(missing)}, unknown {sorted(set(values) - known)}"
+                f"description of a cache: missing {sorted(missing)}, "
+                f"unknown {sorted(set(values) - known)}"
             )
         try:
             return cls(**values)
@@ -190,7 +193,7 @@ def shard_name(shard: int) -> str:
 
 
 def build_manifest(spec: CacheSpec, entries: list[ShardEntry], origin: Mapping | None) -> dict:
-    """The complete manifest. `origin` (paths and the like, for repair) is carried but bound by nothing."""
+    """The complete manifest. `origin` (paths and the like, for repair) is bound by nothing."""
     bound = {
         "format": FORMAT,
         "version": VERSION,
@@ -208,8 +211,8 @@ def check_contiguous(entries: list[ShardEntry], where: str) -> None:
     for index, entry in enumerate(entries):
         if entry.shard != index or entry.first_sample != expected or entry.samples < 1:
             raise CacheError(
-                f"{where}: shard {index} must start at sample {expected}, got shard {entry.shard} with "
-                f"samples {entry.first_sample} to {entry.first_sample + entry.samples - 1}"
+                f"{where}: shard {index} must start at sample {expected}, got shard {entry.shard} "
+                f"with samples {entry.first_sample} to {entry.first_sample + entry.samples - 1}"
             )
         expected += entry.samples
 
@@ -221,7 +224,7 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
         raise CacheError(f"{where} is not the manifest of a {FORMAT}")
     if manifest.get("version") != VERSION:
         raise CacheError(
-            f"{where}: format version {manifest.get('version')!r}; this reader knows version {VERSION}. "
+            f"{where}: format version {manifest.get('version')!r}; this reader knows {VERSION}. "
             "Use the release of megatron-kd that wrote it, or capture again"
         )
     own = {"format", "version", "samples", "positions", "shards", "fingerprint", "origin"}

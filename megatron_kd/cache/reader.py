@@ -68,9 +68,10 @@ class CacheReader:
     """A complete cache. Pickles to its path: forked and spawned workers map shards of their own.
 
     Args:
-        path: A directory, or an fsspec URL (`s3://…`); shards of a URL are copied here when first used.
-        check_checksums: Check each shard's checksum when it is first used (each process once). Token hashes of samples are
-            checked always.
+        path: A directory, or an fsspec URL (`s3://…`); shards of a URL are copied here when first
+            used.
+        check_checksums: Check each shard's checksum when it is first used (each process once).
+            Token hashes of samples are checked always.
         max_open_shards: Shards kept mapped at a time.
         local_folder: Where copies of a URL's shards go; None: a temporary folder per process.
         max_local_bytes: What those copies may take together.
@@ -96,7 +97,7 @@ class CacheReader:
         text = self._storage.read_text(MANIFEST_NAME)
         if text is None:
             raise CacheError(
-                f"{self.path} has no {MANIFEST_NAME}: not a cache, or its capture was not finished; "
+                f"{self.path} has no {MANIFEST_NAME}: not a cache, or an unfinished one; "
                 "run the same capture command again to finish it"
             )
         self.manifest, self.spec, self._entries = parse_manifest(
@@ -262,8 +263,8 @@ class Shard:
                 file_bytes = os.fstat(file.fileno()).st_size
                 if file_bytes != entry.bytes:
                     raise CacheError(
-                        f"{path} has {file_bytes} bytes, the manifest says {entry.bytes}: truncated or "
-                        "replaced; `megatron-kd verify --repair` captures it again"
+                        f"{path} has {file_bytes} bytes, the manifest says {entry.bytes}: "
+                        "truncated or replaced; `megatron-kd verify --repair` captures it again"
                     )
                 start = file.read(8 + MAX_HEADER_BYTES)
                 head, placed = parse_header(path, start, file_bytes, spec)
@@ -278,8 +279,8 @@ class Shard:
             entry.samples,
         ):
             raise CacheError(
-                f"{path} is shard {head.shard} with samples from {head.first_sample}, in the place of shard "
-                f"{entry.shard} with samples from {entry.first_sample}"
+                f"{path} is shard {head.shard} with samples from {head.first_sample}, in place of "
+                f"shard {entry.shard} with samples from {entry.first_sample}"
             )
         self._tensors = {
             name: np.ndarray(shape, dtype, self._map, offset)
@@ -309,6 +310,11 @@ class Shard:
         offsets["mask_offsets"] = np.concatenate([[0], np.cumsum((lengths + 7) >> 3)])
         if offsets["mask_offsets"][-1] != tensors["loss_mask"].shape[0]:
             raise CacheError(f"{self.path}: loss_mask does not fit the tokens")
+        if "ids_high" in tensors:
+            pairs = (np.diff(offsets["entry_offsets"]) + 1) >> 1
+            offsets["high_offsets"] = np.concatenate([[0], np.cumsum(pairs)])
+            if offsets["high_offsets"][-1] != tensors["ids_high"].shape[0]:
+                raise CacheError(f"{self.path}: ids_high does not fit ids")
         return offsets
 
     def _part(self, tensor: str, offsets: str, local: int) -> np.ndarray:
@@ -322,8 +328,8 @@ class Shard:
             != self._tensors["token_hash"][local]
         ):
             raise CacheError(
-                f"{self.path}: the tokens of sample {self.entry.first_sample + local} do not match their "
-                "hash; `megatron-kd verify` says what is damaged"
+                f"{self.path}: the tokens of sample {self.entry.first_sample + local} do not match "
+                "their hash; `megatron-kd verify` says what is damaged"
             )
         return tokens
 
@@ -379,7 +385,12 @@ class Shard:
             raise self._damaged(local, "its entries do not fit its rows")
         ids = low.astype(np.int32)
         if "ids_high" in self._tensors:
-            ids |= self._part("ids_high", "entry_offsets", local).astype(np.int32) << 16
+            pairs = self._part("ids_high", "high_offsets", local)
+            high = np.empty((pairs.size, 2), np.int32)
+            np.bitwise_and(pairs, 15, out=high[:, 0], casting="unsafe")
+            np.right_shift(pairs, 4, out=high[:, 1], casting="unsafe")
+            high <<= 16
+            ids |= high.reshape(-1)[: ids.size]
         logprobs = np.take(
             HALF_TO_FLOAT, self._part("logprobs", "entry_offsets", local).view("<u2")
         )

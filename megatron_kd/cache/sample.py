@@ -46,13 +46,14 @@ def as_array(value, what: str, where: str, kinds: str) -> np.ndarray:
 def check_sample(
     spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
 ) -> Sample:
-    """Refuses what is not a sequence with truncated teacher distributions. Arguments as in `ShardWriter.append`."""
+    """Refuses what is no sequence with truncated teacher rows. Arguments: `ShardWriter.append`."""
     tokens = as_array(tokens, "tokens", where, "iu")
     if tokens.ndim != 1 or not 1 <= tokens.size < 1 << 31:
         raise CacheError(f"{where}: tokens must be [n] with n ≥ 1, got shape {tokens.shape}")
     if tokens.min() < 0 or tokens.max() >= spec.vocab_size:
         raise CacheError(
-            f"{where}: tokens must lie in [0, {spec.vocab_size}), got {tokens.min()} to {tokens.max()}"
+            f"{where}: tokens must lie in [0, {spec.vocab_size}), "
+            f"got {tokens.min()} to {tokens.max()}"
         )
     mask = as_array(loss_mask, "loss_mask", where, "iub")
     if mask.shape != tokens.shape or not np.isin(mask, (0, 1)).all():
@@ -62,7 +63,8 @@ def check_sample(
     mask = mask.astype(bool)
     if mask[-1]:
         raise CacheError(
-            f"{where}: the last position is supervised, but no token follows it; set loss_mask[-1] to 0"
+            f"{where}: the last position is supervised, but no token follows it; "
+            "set loss_mask[-1] to 0"
         )
     take = _row_taker(mask, where)
     ids = take(as_array(topk_ids, "topk_ids", where, "iu"), "topk_ids", (spec.topk,))
@@ -93,8 +95,8 @@ def _row_taker(mask: np.ndarray, where: str):
         if array.shape == (rows, *tail):
             return array
         raise CacheError(
-            f"{where}: {what} must be {(mask.size, *tail)}, or {(rows, *tail)} for the supervised rows alone; "
-            f"got {array.shape}"
+            f"{where}: {what} must be {(mask.size, *tail)}, or {(rows, *tail)} for the supervised "
+            f"rows alone; got {array.shape}"
         )
 
     return take
@@ -170,7 +172,8 @@ def _check_log_z(spec: CacheSpec, where: str, log_z, take) -> list[np.ndarray]:
     given = {float(tau): value for tau, value in (log_z or {}).items()}
     if set(given) != set(spec.temperatures):
         raise CacheError(
-            f"{where}: log_z must come for the temperatures {list(spec.temperatures)}, got {sorted(given)}"
+            f"{where}: log_z must come for the temperatures {list(spec.temperatures)}, "
+            f"got {sorted(given)}"
         )
     columns = []
     for tau in spec.temperatures:
@@ -256,7 +259,9 @@ class ShardBuffer:
             "logprobs": halves[order],
         }
         if wide_tokens(self.spec):
-            parts["ids_high"] = (ids >> 16).astype(np.uint8)
+            high = np.zeros((ids.size + 1) & ~1, np.uint8)
+            high[: ids.size] = ids >> 16
+            parts["ids_high"] = high[0::2] | high[1::2] << 4
         return parts
 
     def tensors(self) -> dict[str, np.ndarray]:

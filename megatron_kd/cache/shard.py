@@ -1,6 +1,7 @@
 """One shard: a safetensors file with a fixed set of named tensors over a range of samples.
 
-Letters: S samples, T tokens, R stored rows, E stored entries, D hidden size, all of this shard; n and K of one sample.
+Letters: S samples, T tokens, R stored rows, E stored entries, D hidden size, all of this shard; n
+    and K of one sample.
 """
 
 import json
@@ -34,7 +35,8 @@ def wide_tokens(spec: CacheSpec) -> bool:
 
 
 def layout(spec: CacheSpec) -> dict[str, tuple[str, tuple]]:
-    """Every tensor a shard of this cache has: name → (dtype, shape); a string in a shape is a length to be found.
+    """Every tensor a shard of this cache has: name → (dtype, shape); a string in a shape is a
+    length to be found.
 
     `counts` is left out where every row has K entries.
     """
@@ -65,7 +67,7 @@ def layout(spec: CacheSpec) -> dict[str, tuple[str, tuple]]:
             "logprobs": ("F16", ("E",)),
         }
         if wide_tokens(spec):
-            tensors["ids_high"] = ("U8", ("E",))
+            tensors["ids_high"] = ("U8", ("high_bytes",))
     for index in range(len(spec.temperatures)):
         tensors[f"log_z.{index}"] = ("F32", ("R",))
     if spec.hidden_size:

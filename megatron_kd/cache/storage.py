@@ -1,4 +1,4 @@
-"""Where a cache's files lie: a directory, or an fsspec URL with a bounded number of bytes copied here."""
+"""Where a cache's files lie: a directory, or an fsspec URL with bounded local copies."""
 
 import os
 import secrets
@@ -44,8 +44,8 @@ class Directory:
 class Remote:
     """Files copied here when first used; the oldest copies go when there are too many bytes.
 
-    A copy that is mapped stays readable after it was removed. With a given folder several processes share the copies: one
-    appears under its name only when it is whole.
+    A copy that is mapped stays readable after it was removed. With a given folder several processes
+    share the copies: one appears under its name only when it is whole.
     """
 
     def __init__(self, url: str, local_folder, max_local_bytes: int):
@@ -91,8 +91,8 @@ class Remote:
         """The local copy of a file, made if need be."""
         if expected_bytes > self.max_local_bytes:
             raise CacheError(
-                f"{self.url}/{name} has {expected_bytes} bytes, local copies may take {self.max_local_bytes}; "
-                "raise max_local_bytes"
+                f"{self.url}/{name} has {expected_bytes} bytes, local copies may take "
+                f"{self.max_local_bytes}; raise max_local_bytes"
             )
         folder = self._local_folder()
         copy = folder / name
@@ -106,7 +106,8 @@ class Remote:
             size = filesystem.size(path)
             if size is not None and size != expected_bytes:
                 raise CacheError(
-                    f"{self.url}/{name} has {size} bytes, the manifest says {expected_bytes}: truncated or replaced"
+                    f"{self.url}/{name} has {size} bytes, the manifest says {expected_bytes}: "
+                    "truncated or replaced"
                 )
             filesystem.get_file(path, str(partial))
             os.replace(partial, copy)

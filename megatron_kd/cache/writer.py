@@ -1,8 +1,9 @@
 """Writing a cache: samples in, whole shards on disk, the manifest last.
 
-`CacheWriter` is the plain form: one process, samples in order. A parallel capture uses the parts: `open_directory` once per
-worker, `plan_shards` for the cuts (the same everywhere), `finished_shards` for what is left to do, a `ShardWriter` per
-shard, and `publish_manifest` when all are there. The bytes depend only on the samples and the spec.
+`CacheWriter` is the plain form: one process, samples in order. A parallel capture uses the parts:
+`open_directory` once per worker, `plan_shards` for the cuts (the same everywhere),
+`finished_shards` for what is left to do, a `ShardWriter` per shard, and `publish_manifest` when all
+are there. The bytes depend only on the samples and the spec.
 
 Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
 """
@@ -35,7 +36,8 @@ DEFAULT_SHARD_POSITIONS = 1 << 17  # about 35 MB compact
 
 
 def open_directory(path: str | os.PathLike, spec: CacheSpec) -> Path:
-    """Makes the directory for a cache that is being written, or checks that it is being written with this spec.
+    """Makes the directory for a cache that is being written, or checks that it is being written
+    with this spec.
 
     Raises:
         CacheError: It holds something else.
@@ -85,7 +87,7 @@ def plan_shards(
 
 
 def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
-    """Shards that are whole on disk, from the entry files or from the manifest. Does not read their contents."""
+    """Shards that are whole on disk, by entry files or manifest and size; contents are not read."""
     folder = Path(path)
     if (folder / MANIFEST_NAME).exists():
         manifest = folder / MANIFEST_NAME
@@ -140,14 +142,15 @@ class ShardWriter:
     ) -> None:
         """Adds one sample. Arrays are numpy or torch.
 
-        Row t is the teacher's distribution of tokens[t + 1] given tokens[.. t]. Rows come for all n positions (those the
-        mask drops are ignored) or for the R supervised ones alone.
+        Row t is the teacher's distribution of tokens[t + 1] given tokens[.. t]. Rows come for all n
+        positions (those the mask drops are ignored) or for the R supervised ones alone.
 
         Args:
             tokens: [n] integer.
             loss_mask: [n] bool or 0/1; the last one is 0, as nothing follows the last token.
             topk_ids: [n or R, K] integer, distinct along K; -1 marks an unused slot.
-            topk_logprobs: [n or R, K] floating, nats, full-vocabulary normaliser; -inf in unused slots.
+            topk_logprobs: [n or R, K] floating, nats, full-vocabulary normaliser; -inf in unused
+                slots.
             cu_seqlens: [documents + 1] integer document bounds, from 0 to n; None: one document.
             log_z: {τ: [n or R] floating} for exactly the spec's temperatures.
             hidden: [n or R, D] floating, where the spec keeps hidden states.
@@ -162,7 +165,7 @@ class ShardWriter:
         self._buffer.add(sample)
 
     def publish(self) -> ShardEntry:
-        """Writes the shard, then its entry file. Before this returns nothing of the shard counts as finished."""
+        """Writes the shard, then its entry file, which makes it count as finished."""
         if not self.samples:
             raise CacheError(f"shard {self.shard} has no samples")
         head = ShardHead(self.shard, self.first_sample, self.samples, self.spec.fingerprint)
@@ -188,11 +191,13 @@ def publish_entry(folder: Path, entry: ShardEntry) -> None:
 def publish_manifest(
     path: str | os.PathLike, *, samples: int, origin: Mapping | None = None
 ) -> dict:
-    """Completes the cache: binds all shards in manifest.json. Safe to call again, and from several workers.
+    """Completes the cache: binds all shards in manifest.json. Safe to call again, and from several
+    workers.
 
     Args:
         samples: How many the cache must hold.
-        origin: Where the cache came from (paths, for `verify --repair`); carried in the manifest, bound by nothing.
+        origin: Where the cache came from (paths, for `verify --repair`); carried in the manifest,
+            bound by nothing.
 
     Raises:
         CacheError: Shards are missing; the message names them.
@@ -204,8 +209,8 @@ def publish_manifest(
     there = sum(entry.samples for entry in entries)
     if there != samples:
         raise CacheError(
-            f"{folder} is not complete: {there} of {samples} samples in {len(entries)} finished shards; "
-            "run the same command again to write the rest"
+            f"{folder} is not complete: {there} of {samples} samples in {len(entries)} finished "
+            "shards; run the same command again to write the rest"
         )
     check_contiguous(entries, str(folder))
     manifest = build_manifest(spec, entries, origin)
@@ -218,7 +223,7 @@ def publish_manifest(
 
 
 def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
-    """Turns a complete cache back into one being written, without the given shards (they must be gone or moved)."""
+    """Turns a complete cache back into one being written, without the given shards."""
     folder = Path(path)
     manifest = folder / MANIFEST_NAME
     _, spec, entries = parse_manifest(canonical_json(read_json(manifest)), str(manifest))
@@ -233,8 +238,9 @@ def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
 class CacheWriter:
     """Writes a cache from one process, sample after sample.
 
-    Leaving the `with` block without an exception publishes the manifest; an exception or a kill leaves the finished shards
-    and no manifest. With `resume=True` such a directory is continued: append the samples from `next_sample` on.
+    Leaving the `with` block without an exception publishes the manifest; an exception or a kill
+    leaves the finished shards and no manifest. With `resume=True` such a directory is continued:
+    append the samples from `next_sample` on.
 
     Args:
         path: An empty or new directory.
@@ -265,7 +271,8 @@ class CacheWriter:
             raise CacheError(f"{folder} holds a complete cache; choose another directory")
         if not resume and (folder / SPEC_NAME).exists():
             raise CacheError(
-                f"{folder} holds an unfinished cache; continue it with resume=True or choose another directory"
+                f"{folder} holds an unfinished cache; continue it with resume=True or choose "
+                "another directory"
             )
         self.folder = open_directory(folder, self.spec)
         self.shard_positions, self.origin = shard_positions, origin
