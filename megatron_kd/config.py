@@ -1,0 +1,244 @@
+"""The configuration of a distillation run: one dataclass tree, read from a YAML recipe and checked.
+
+A recipe may list fragments under `include`; they are merged in order, the recipe's own keys last.
+Overrides are OmegaConf dot syntax (`loss.impl=dense bridge.train.train_iters=100`). The `bridge`
+section is passed on to the host (`megatron_kd.integration.host_config`), which checks it against
+Megatron-Bridge's own dataclasses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_kd import typed_mapping
+from megatron_kd.typed_mapping import ConfigError
+
+Mode = Literal["offline", "online"]
+OFFLINE_IMPLS = ("dense", "sparse_chunked", "fused_chunked")
+ONLINE_IMPLS = ("dense", "fused_online")
+
+
+@dataclass(kw_only=True)
+class StudentConfig:
+    hf_path: str
+    """Hugging Face directory of the student: configuration, tokenizer and, with `load_weights`, its
+    weights.
+    """
+
+    load_weights: bool = True
+    """Start from the directory's weights; false starts from random ones."""
+
+
+@dataclass(kw_only=True)
+class TeacherConfig:
+    hf_path: str | None = None
+    """Hugging Face directory of the teacher. Online only: offline runs never load it."""
+
+
+@dataclass(kw_only=True)
+class CacheConfig:
+    path: str | None = None
+    """Directory made by `megatron-kd capture`, with `train` and, for evaluation, `validation`.
+    Offline only.
+    """
+
+    check_checksums: bool = True
+    """Verify each shard's checksum on first use. Every sample's token hash is always checked."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    path: str | None = None
+    """Directory made by `megatron-kd prepare`. Online: the training data. Offline: optional, the
+    tokens come from the cache; where it is given, the cache must have been captured from exactly
+    this data."""
+
+    shuffle: bool = True
+    """Draw every epoch in a new order, by seed. The cache is keyed by sample, so any order reads
+    the right rows."""
+
+    seed: int = 1234
+    """Seed of the order."""
+
+    dataloader: Literal["single", "cyclic", "batch"] = "single"
+    """Megatron-Bridge's data loader. `single` with `shuffle` repeats and shuffles epochs by
+    itself.
+    """
+
+    num_workers: int = 2
+    """Loader processes per rank; 0 loads in the training process."""
+
+    allow_unsupervised_samples: bool = False
+    """Accept samples in which nothing is supervised. They cost time and teach nothing."""
+
+    def __post_init__(self):
+        if self.num_workers < 0:
+            raise ConfigError(f"data.num_workers must be 0 or more, not {self.num_workers}")
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    impl: Literal["dense", "sparse_chunked", "fused_chunked", "fused_online"] = "fused_chunked"
+    """Which implementation computes the loss; it changes memory and time, not the result."""
+
+    objective: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """The divergence between teacher and student."""
+
+    tail: Literal["none", "renormalise", "bucket"] = "none"
+    """What becomes of the teacher's mass outside its top K. Offline only."""
+
+    temperature: float = 1.0
+    """Divides both models' logits."""
+
+    temperature_squared: bool = False
+    """Multiply the divergence by temperature², so that gradients keep their size."""
+
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of `jsd`."""
+
+    ce_weight: float = 0.0
+    """α in (1 − α) · divergence + α · cross-entropy to the label."""
+
+    gradient: Literal["auto", "in_forward", "recompute"] = "auto"
+    """`fused_chunked`: form gradients in the forward pass (three matrix products) or recompute
+    (four).
+    """
+
+    chunk_size: int | Literal["auto"] = "auto"
+    """Sequence positions whose logits exist at one time."""
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ConfigError(f"loss.temperature must be greater than 0, not {self.temperature}")
+        for name in ("beta", "ce_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"loss.{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.chunk_size != "auto" and self.chunk_size < 1:
+            raise ConfigError(f"loss.chunk_size must be 1 or more, or auto, not {self.chunk_size}")
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    hf_path: str | None = None
+    """Where the trained student is written as a Hugging Face directory at the end; null writes
+    none.
+    """
+
+
+@dataclass(kw_only=True)
+class DistillConfig:
+    """A whole run. `from_recipe` reads and checks it."""
+
+    mode: Mode = "offline"
+    """`offline`: the teacher's cached top-K rows. `online`: the teacher itself, resident beside the
+    student.
+    """
+
+    output_dir: str
+    """Checkpoints, logs, metrics and the resolved configuration go here; a rerun resumes from
+    it.
+    """
+
+    student: StudentConfig
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    progress: bool = True
+    """Show a progress bar on standard error."""
+
+    bridge: dict[str, Any] = field(default_factory=dict)
+    """Any field of Megatron-Bridge's ConfigContainer, by its own names: train, model, optimizer,
+    scheduler, …
+    """
+
+    def __post_init__(self):
+        if self.mode == "offline":
+            self._check_offline()
+        else:
+            self._check_online()
+
+    def _check_offline(self):
+        if self.cache.path is None:
+            raise ConfigError(
+                "cache.path is required with mode=offline: run `megatron-kd capture` first"
+            )
+        if self.loss.impl not in OFFLINE_IMPLS:
+            raise ConfigError(
+                f"loss.impl={self.loss.impl} needs the teacher resident (mode=online); with "
+                "mode=offline "
+                f"use one of {', '.join(OFFLINE_IMPLS)}"
+            )
+
+    def _check_online(self):
+        if self.teacher.hf_path is None:
+            raise ConfigError("teacher.hf_path is required with mode=online")
+        if self.data.path is None:
+            raise ConfigError(
+                "data.path is required with mode=online: run `megatron-kd prepare` first"
+            )
+        if self.loss.impl not in ONLINE_IMPLS:
+            raise ConfigError(
+                f"loss.impl={self.loss.impl} reads a top-K cache (mode=offline); with mode=online "
+                "use one of "
+                f"{', '.join(ONLINE_IMPLS)}"
+            )
+        if self.loss.tail != "none":
+            raise ConfigError(
+                f"loss.tail={self.loss.tail} concerns a truncated teacher; mode=online sees the "
+                "full "
+                "vocabulary, so leave it at none"
+            )
+
+
+def from_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
+    """Read a recipe, merge its includes and the overrides, resolve interpolations, check everything
+    of ours.
+
+    Args:
+        path: The YAML file.
+        overrides: `key=value` strings, OmegaConf dot syntax.
+
+    Raises:
+        ConfigError: Names the key, the allowed values and the nearest match.
+    """
+    return typed_mapping.build(DistillConfig, merged_recipe(path, overrides))
+
+
+def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
+    """The recipe as one plain, resolved mapping, before any check."""
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        merged = OmegaConf.merge(
+            _with_includes(Path(path), ()), OmegaConf.from_dotlist(list(overrides))
+        )
+        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _with_includes(path: Path, above: tuple):
+    if path in above:
+        raise ConfigError(f"{path} includes itself, through {', '.join(map(str, above))}")
+    if not path.is_file():
+        by = f", included by {above[-1]}" if above else ""
+        raise ConfigError(f"no recipe at {path}{by}")
+    try:
+        own = OmegaConf.load(path)
+    except Exception as error:  # the YAML parser's errors share no base class with OmegaConf's
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not OmegaConf.is_dict(own):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    includes = own.pop("include", [])
+    if isinstance(includes, str) or not all(isinstance(entry, str) for entry in includes):
+        raise ConfigError(f"{path}: include must be a list of file names")
+    parts = [_with_includes((path.parent / entry).resolve(), (*above, path)) for entry in includes]
+    return OmegaConf.merge(*parts, own)

@@ -1,0 +1,122 @@
+"""Run a distillation in Megatron-Bridge: from a checked configuration to a trained, exported
+student.
+"""
+
+import dataclasses
+import enum
+import logging
+import os
+from pathlib import Path
+
+import torch
+import yaml
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.pretrain import pretrain
+
+from megatron_kd.config import DistillConfig
+from megatron_kd.integration import (
+    compatibility,
+    host_config,
+    host_patches,
+    loss_seam,
+    sample_guard,
+)
+from megatron_kd.integration.first_evaluation import FirstEvaluation
+from megatron_kd.integration.forward_step import OfflineStep
+from megatron_kd.integration.run_metrics import RunMetrics
+
+RESOLVED_CONFIG = "resolved_config.yaml"
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(config: DistillConfig) -> ConfigContainer:
+    """The host configuration of a run, with every check that needs no process group.
+
+    Raises:
+        ConfigError: A key, type, value or combination is wrong.
+        ValueError: Cache, data, checkpoint and model do not fit together; the message names the
+            remedy.
+    """
+    container = host_config.build_container(config)
+    compatibility.check(config, container)
+    return container
+
+
+def run(config: DistillConfig, container: ConfigContainer) -> None:
+    """Train, evaluate, checkpoint, resume, export. Call it on every rank.
+
+    Args:
+        config: The whole run.
+        container: What `prepare` returned for it.
+    """
+    host_patches.apply()
+    sample_guard.set_report_directory(config.output_dir)
+    if int(os.environ.get("RANK", "0")) == 0:
+        save_resolved(config, container)
+        compatibility.record_identity(config, container)
+    metrics = RunMetrics(config.output_dir, container.model.seq_length, progress=config.progress)
+    callbacks = [metrics]
+    if config.export.hf_path:
+        callbacks.append(Export(config.student.hf_path, config.export.hf_path))
+    if config.mode == "online":
+        from megatron_kd.integration import modelopt
+
+        step = modelopt.set_up(config, container)
+    else:
+        loss_seam.register(container.model, config.loss)
+        step = OfflineStep()
+    callbacks.append(FirstEvaluation(step, metrics))
+    pretrain(container, step, callbacks=callbacks)
+
+
+def resolved(config: DistillConfig, container: ConfigContainer) -> dict:
+    """The fully resolved configuration as plain values: ours, and the host's under `bridge`."""
+    ours = dataclasses.asdict(config)
+    return ours | {"bridge": _plain(container)}
+
+
+def save_resolved(config: DistillConfig, container: ConfigContainer) -> Path:
+    """Write the resolved configuration beside the checkpoints, by rename."""
+    path = Path(config.output_dir) / RESOLVED_CONFIG
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(resolved(config, container), sort_keys=False))
+    os.replace(temporary, path)
+    return path
+
+
+class Export(Callback):
+    """Write the trained student as a Hugging Face directory when training ends."""
+
+    def __init__(self, student_path: str, hf_path: str):
+        self.student_path = student_path
+        self.hf_path = Path(hf_path)
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        from megatron.bridge import AutoBridge
+
+        bridge = AutoBridge.from_hf_pretrained(self.student_path)
+        bridge.save_hf_pretrained(context.model, self.hf_path, show_progress=False)
+        torch.distributed.barrier()
+
+
+def _plain(value):
+    """Dataclasses, enums, dtypes, functions and paths as YAML can hold them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
+        return {name: _plain(getattr(value, name)) for name in fields if hasattr(value, name)}
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, enum.IntEnum):
+        return int(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)

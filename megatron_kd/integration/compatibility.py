@@ -1,0 +1,147 @@
+"""Refuse runs whose parts do not belong together, before any process group starts.
+
+Cache, prepared data, student, teacher and an earlier checkpoint each know what they were made from.
+A mismatch would train on the wrong rows without an error; here it is one sentence with the remedy.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from megatron_kd.config import DistillConfig
+from megatron_kd.typed_mapping import ConfigError
+
+IDENTITY = "run_identity.json"
+
+# What a resumed run must share with its checkpoint → how to say it.
+_IDENTITY_KEYS = {
+    "mode": "mode",
+    "source_fingerprint": "the cache (or, online, the prepared data)",
+    "vocab_size": "the vocabulary size",
+    "sequence_length": "the sequence length",
+}
+
+
+def check(config: DistillConfig, container) -> None:
+    """Check everything that can be checked without a process group.
+
+    Args:
+        config: The run.
+        container: The host's configuration of it, datasets included.
+
+    Raises:
+        ConfigError: Two parts do not fit; the message names both and the remedy.
+    """
+    if config.data.dataloader == "cyclic" and not config.data.shuffle:
+        raise ConfigError(
+            "data.dataloader=cyclic always shuffles; use single, or set data.shuffle=true"
+        )
+    train = container.dataset.open("train")
+    if container.dataset.evaluation_samples:
+        container.dataset.open("validation")
+    _check_vocabulary(config, train, container.model.vocab_size)
+    _check_sequence_length(config, train, container.model.seq_length)
+    _check_packing(train)
+    if config.data.dataloader == "cyclic":
+        _check_cyclic(len(train), container.train)
+    _check_resume(config, identity(config, container, train))
+
+
+def identity(config: DistillConfig, container, source) -> dict:
+    """What a checkpoint of this run is bound to."""
+    return {
+        "mode": config.mode,
+        "source_fingerprint": fingerprint(source),
+        "vocab_size": container.model.vocab_size,
+        "sequence_length": container.model.seq_length,
+    }
+
+
+def record_identity(config: DistillConfig, container) -> None:
+    """Write the run's identity beside its checkpoints, by rename; one rank calls it."""
+    path = Path(config.output_dir) / IDENTITY
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    record = identity(config, container, container.dataset.open("train"))
+    temporary.write_text(json.dumps(record, indent=1))
+    os.replace(temporary, path)
+
+
+def fingerprint(source) -> str:
+    """The hash that binds a cache or prepared data."""
+    own = getattr(source, "fingerprint", None)
+    return own if own is not None else source.manifest["fingerprint"]
+
+
+def data_sequence_length(source) -> int | None:
+    """The sequence length the samples were prepared for, where their manifest says it."""
+    manifest = source.manifest
+    for entry in (manifest, manifest.get("data") or {}):
+        if not isinstance(entry, str) and entry.get("seq_length"):
+            return int(entry["seq_length"])
+    return None
+
+
+def _check_vocabulary(config: DistillConfig, source, student_vocab: int) -> None:
+    vocab = source.manifest["vocab_size"]
+    if config.mode == "offline" and vocab != student_vocab:
+        raise ConfigError(
+            f"the cache at {config.cache.path} was captured over {vocab} ids, but the student has "
+            "a vocabulary of "
+            f"{student_vocab}. If the larger one only has padding rows, capture again with "
+            "--vocab-size "
+            f"{min(vocab, student_vocab)}, which masks them; with different tokenizers "
+            "distillation by logits is "
+            "not defined"
+        )
+    if config.mode == "online" and vocab > student_vocab:
+        raise ConfigError(
+            f"the data at {config.data.path} was prepared with a tokenizer of {vocab} ids, more "
+            "than the student's "
+            f"vocabulary of {student_vocab}: prepare it again with the student's tokenizer"
+        )
+
+
+def _check_sequence_length(config: DistillConfig, source, model_length: int) -> None:
+    length = data_sequence_length(source)
+    if length is not None and length != model_length:
+        raise ConfigError(
+            f"bridge.model.seq_length is {model_length}, but the samples were prepared with "
+            f"--seq-length {length}. "
+            f"Set bridge.model.seq_length={length} (or leave it out), or prepare and capture again"
+        )
+
+
+def _check_packing(source) -> None:
+    if source.manifest.get("packing") == "block":
+        raise ConfigError(
+            "block-packed samples need attention that keeps documents apart, which the training "
+            "step does not "
+            "provide; prepare with --packing none or naive"
+        )
+
+
+def _check_cyclic(samples: int, train) -> None:
+    if samples < train.global_batch_size:
+        raise ConfigError(
+            "data.dataloader=cyclic needs at least one global batch of samples; there are "
+            f"{samples}, and "
+            f"bridge.train.global_batch_size is {train.global_batch_size}. Use "
+            "data.dataloader=single"
+        )
+
+
+def _check_resume(config: DistillConfig, now: dict) -> None:
+    path = Path(config.output_dir) / IDENTITY
+    has_checkpoint = any(Path(config.output_dir).glob("checkpoints/iter_*"))
+    if not has_checkpoint or not path.exists():
+        return
+    before = json.loads(path.read_text())
+    for key, name in _IDENTITY_KEYS.items():
+        if before.get(key) != now[key]:
+            raise ConfigError(
+                f"{config.output_dir} holds a checkpoint of another run: {name} was "
+                f"{before.get(key)}, now it is "
+                f"{now[key]}. Choose another output_dir, or give back what the checkpoint was "
+                "trained with"
+            )

@@ -1,0 +1,71 @@
+"""Megatron-Bridge's dataset hook: training and validation samples from a teacher cache or from
+prepared data.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
+
+from megatron_kd.data.dataset import DistillDataset
+from megatron_kd.data.sources import check_same_tokens, open_source
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+@dataclass(kw_only=True)
+class DistillDatasetProvider(DatasetProvider):
+    """Recorded in the host's `run_config.yaml`, so it holds plain values only.
+
+    `evaluation_samples` is what one evaluation reads; every evaluation of a run reads the same
+    samples.
+    """
+
+    mode: str = "offline"
+    cache_path: str | None = None
+    data_path: str | None = None
+    sequence_length: int = 0
+    check_checksums: bool = True
+    shuffle: bool = True
+    seed: int = 1234
+    allow_unsupervised_samples: bool = False
+    evaluation_samples: int = 0
+    skip_getting_attention_mask_from_dataset: bool = True
+
+    def build_datasets(self, context: DatasetBuildContext):
+        """Training, validation and (none) test datasets.
+
+        Raises:
+            CacheError: The cache is incomplete or damaged.
+            ValueError: The sequence length differs from the data's, or there is nothing to train
+                on.
+        """
+        train = self._dataset(TRAIN, context.train_samples, shuffle=self.shuffle)
+        validation = None
+        if self.evaluation_samples:
+            length = (
+                self.evaluation_samples
+                if self.dataloader_type != "single"
+                else context.valid_samples
+            )
+            validation = self._dataset(VALIDATION, length, period=self.evaluation_samples)
+        return train, validation, None
+
+    def _dataset(self, split: str, length: int, *, shuffle=False, period=None) -> DistillDataset:
+        source = self.open(split)
+        if split == TRAIN and self.dataloader_type == "cyclic":
+            length, shuffle = len(source), False  # the host's sampler shuffles and repeats
+        return DistillDataset(
+            source, self.sequence_length, length, shuffle=shuffle, seed=self.seed, period=period
+        )
+
+    def open(self, split: str):
+        """The stored samples of a split, checked against the prepared data where both are given."""
+        prepared = Path(self.data_path) / split if self.data_path else None
+        cached = Path(self.cache_path) / split if self.cache_path else None
+        source = open_source(
+            cached or prepared, is_cache=cached is not None, check_checksums=self.check_checksums
+        )
+        if cached and prepared:
+            check_same_tokens(source, open_source(prepared, is_cache=False))
+        return source

@@ -1,0 +1,153 @@
+"""One forward step of Megatron-Bridge's loop with a distillation loss.
+
+Bridge's own step drops the batch keys it does not know, so the teacher's rows would never arrive.
+This one moves what each pipeline stage needs, hands the teacher's rows to the last stage's
+`DistillationLoss`, and reports every quantity as (sum, supervised tokens), which the host adds up
+over micro-batches and ranks before it divides.
+
+s: sequence positions on this rank, b: micro-batch, K: support.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from megatron.bridge.training.state import GlobalState
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
+
+from megatron_kd.integration.loss_seam import DistillationLoss, LossBatch
+from megatron_kd.integration.sample_guard import check_finite
+
+FIRST_STAGE_KEYS = ("tokens", "position_ids")
+LAST_STAGE_KEYS = ("labels", "loss_mask", "topk_ids", "topk_logprobs")
+
+NO_TOKENS = 1e-9
+"""Added to a reported token count: it vanishes beside 1, and a batch without a supervised token
+reports 0, not NaN.
+"""
+
+
+class OfflineStep:
+    """Callable for `pretrain`: (state, data_iterator, model) → (per-token loss [b, s], loss
+    function).
+    """
+
+    def __call__(
+        self,
+        state: GlobalState,
+        data_iterator: Iterator,
+        model: torch.nn.Module,
+        return_schedule_plan: bool = False,
+    ):
+        if return_schedule_plan:
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm runs the model in pieces that the distillation "
+                "loss cannot follow; "
+                "set bridge.model.overlap_moe_expert_parallel_comm=false"
+            )
+        state.timers("batch-generator", log_level=2).start()
+        with state.straggler_timer(bdata=True):
+            batch, host_mask = load_batch(data_iterator, model)
+        state.timers("batch-generator").stop()
+        loss = DistillationLoss.of(model)
+        if loss is not None:
+            loss.begin(
+                LossBatch(
+                    topk_ids=batch["topk_ids"],
+                    topk_logprobs=batch["topk_logprobs"],
+                    loss_mask=batch["loss_mask"],
+                    supervised_index=supervised_index(host_mask, batch["loss_mask"].device),
+                )
+            )
+        with state.straggler_timer:
+            output = model(
+                input_ids=batch.get("tokens"),
+                position_ids=batch.get("position_ids"),
+                attention_mask=None,
+                labels=batch.get("labels"),
+                loss_mask=batch.get("loss_mask"),
+            )
+        metrics = loss.end() if loss is not None else {}
+        check = state.cfg.rerun_state_machine.check_for_nan_in_loss
+        return output, partial(
+            sum_over_tokens,
+            loss_mask=batch.get("loss_mask"),
+            metrics=metrics,
+            sample_index=batch.get("sample_index") if check else None,
+        )
+
+
+def load_batch(data_iterator, model) -> tuple[dict, torch.Tensor | None]:
+    """This rank's part of the next micro-batch, on its device, and the loss mask still on the host.
+
+    Returns:
+        The tensors this pipeline stage needs ([b, s] and [b, s, K]), and loss_mask [b, s] in host
+        memory.
+    """
+    groups = get_pg_collection(model)
+    first, last = is_pp_first_stage(groups.pp), is_pp_last_stage(groups.pp)
+    if not first and not last:
+        return {}, None
+    whole = next(data_iterator)
+    keys = FIRST_STAGE_KEYS if first else ()
+    uses_mtp = (getattr(get_model_config(model), "mtp_num_layers", None) or 0) > 0
+    if last:
+        keys = (*keys, *LAST_STAGE_KEYS, *(FIRST_STAGE_KEYS if uses_mtp and not first else ()))
+    batch = get_batch_on_this_cp_rank({key: whole.get(key) for key in keys}, cp_group=groups.cp)
+    host_mask = batch.get("loss_mask")
+    on_device = {
+        key: value.cuda(non_blocking=True) if value is not None else None
+        for key, value in batch.items()
+    }
+    return on_device | {"sample_index": whole["sample_index"]}, host_mask
+
+
+def supervised_index(host_mask: torch.Tensor, device) -> torch.Tensor:
+    """Rows of the flattened [s · b] positions that the mask keeps, found on the host so that no
+    device waits.
+
+    Args:
+        host_mask: [b, s], in host memory.
+
+    Returns:
+        [rows] int64 on `device`.
+    """
+    return host_mask.t().reshape(-1).nonzero().squeeze(-1).to(device, non_blocking=True)
+
+
+def sum_over_tokens(
+    per_token_loss: torch.Tensor,
+    *,
+    loss_mask: torch.Tensor,
+    metrics: dict[str, torch.Tensor],
+    sample_index: torch.Tensor | None,
+):
+    """The host's loss function: (sum of the loss, supervised tokens, report).
+
+    Args:
+        per_token_loss: [b, s] fp32, nats.
+        loss_mask: [b, s].
+        metrics: [b, s] each, detached, summed under the mask.
+        sample_index: Samples of this micro-batch, to name when the loss is not finite; None skips
+            that check.
+    """
+    mask = loss_mask.float().view(-1)
+    losses = per_token_loss.float().view(-1)
+    total = torch.sum(losses * mask)
+    if sample_index is not None:
+        check_finite(total, sample_index)
+    tokens = mask.sum()
+    count = tokens + NO_TOKENS
+
+    def report(values):
+        return torch.stack([torch.sum(values.detach().reshape(-1).float() * mask), count])
+
+    reports = {name: report(values) for name, values in metrics.items()}
+    return total, tokens.to(torch.int), reports
+
+
+def unwrapped(model):
+    """The Megatron-Core model inside its data-parallel and precision wrappers."""
+    return unwrap_model(model)

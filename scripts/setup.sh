@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack 0.3]
+# Needs Python 3.10 - 3.12 and a package index, nothing else. No CUDA build is installed: on GPUs use the NGC PyTorch
+# container and `pip install -e .[bridge]` instead.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stack=0.3
+while (($#)); do
+    case $1 in
+        --stack) stack=${2:?--stack needs a version, 0.3}; shift 2 ;;
+        *) echo "setup.sh: unknown option $1 (known: --stack 0.3)" >&2; exit 2 ;;
+    esac
+done
+lists=scripts/requirements
+if [[ ! -f $lists/stack-$stack.txt ]]; then
+    echo "setup.sh: no stack $stack; there are: $(ls $lists | sed -n 's/^stack-\([0-9.]*\)\.txt$/\1/p' | xargs)" >&2
+    exit 2
+fi
+venv=.venv
+[[ $stack == 0.3 ]] || venv=.venv-$stack
+
+# The environment is complete when the stamp holds the hash of what it was made from.
+wanted=$(cat $lists/stack-$stack*.txt pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
+if [[ -f $venv/complete && $(<$venv/complete) == "$wanted" ]]; then
+    exit 0
+fi
+
+python=${PYTHON:-python3}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+case $version in
+    3.10 | 3.11 | 3.12) ;;
+    *) echo "setup.sh: stack $stack needs Python 3.10, 3.11 or 3.12, but $python is $version; set PYTHON=python3.11" >&2; exit 2 ;;
+esac
+echo "setup.sh: making $venv for stack $stack with Python $version (about two minutes, 2 GB)" >&2
+started=$SECONDS
+rm -rf "$venv"
+"$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
+"${pip[@]}" -r $lists/stack-$stack.txt -c $lists/stack-$stack-constraints.txt
+"${pip[@]}" --no-deps -r $lists/stack-$stack-nodeps.txt
+"${pip[@]}" --no-deps --no-build-isolation --editable .
+# pip compiles on one core.
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
+echo "$wanted" >"$venv/complete"
+echo "setup.sh: $venv is ready after $((SECONDS - started)) s" >&2

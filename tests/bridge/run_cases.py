@@ -1,0 +1,32 @@
+"""Run several recipes one after another in one group of ranks: torchrun run_cases.py CASES.json
+
+CASES.json holds a list of {"config": path, "overrides": [...]}. Importing the host takes longer than a small run, so
+tests share a launch. Each case writes its metrics to its own output_dir.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from megatron_kd.config import from_recipe
+from megatron_kd.integration import cpu_backend
+
+
+def main() -> int:
+    cpu_backend.activate()
+    from megatron_kd.integration import bridge
+
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        config = from_recipe(case["config"], case["overrides"])
+        try:
+            bridge.run(config, bridge.prepare(config))
+        except BaseException:
+            traceback.print_exc()
+            print(f"case failed: {case}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
