@@ -25,9 +25,11 @@ HIDDEN_DTYPES = ("float16", "bfloat16", "float32")
 SAMPLINGS = ("topk", "random")
 MAX_VOCAB_SIZE = 1 << 20
 MANIFEST_NAME = "manifest.json"
+BACKUP_NAME = "manifest.backup.json"
 SPEC_NAME = "spec.json"
 ENTRY_FOLDER = "finished"
 SHARD_PATTERN = re.compile(r"shard-(\d{6,9})\.safetensors")
+UNBOUND = ("fingerprint", "origin", "checksum")  # keys of the manifest that its fingerprint omits
 MAX_JSON_BYTES = 1 << 28
 HASH_BLOCK_BYTES = 1 << 22
 
@@ -203,7 +205,13 @@ def build_manifest(spec: CacheSpec, entries: list[ShardEntry], origin: Mapping |
         "shards": [entry.as_dict() for entry in entries],
     }
     check_contiguous(entries, "manifest")
-    return {**bound, "fingerprint": sha256_json(bound), "origin": dict(origin or {})}
+    return seal({**bound, "fingerprint": sha256_json(bound), "origin": dict(origin or {})})
+
+
+def seal(manifest: dict) -> dict:
+    """The manifest with the checksum over all of it, origin included."""
+    manifest = {name: value for name, value in manifest.items() if name != "checksum"}
+    return {**manifest, "checksum": sha256_json(manifest)}
 
 
 def check_contiguous(entries: list[ShardEntry], where: str) -> None:
@@ -227,13 +235,18 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
             f"{where}: format version {manifest.get('version')!r}; this reader knows {VERSION}. "
             "Use the release of megatron-kd that wrote it, or capture again"
         )
-    own = {"format", "version", "samples", "positions", "shards", "fingerprint", "origin"}
+    own = set(UNBOUND) | {"format", "version", "samples", "positions", "shards"}
     if not isinstance(manifest.get("shards"), list) or own - set(manifest):
         raise CacheError(f"{where}: keys are missing: {sorted(own - set(manifest)) or 'shards'}")
-    bound = {k: v for k, v in manifest.items() if k not in ("fingerprint", "origin")}
-    if sha256_json(bound) != manifest["fingerprint"]:
+    bound = {k: v for k, v in manifest.items() if k not in UNBOUND}
+    if (
+        seal(manifest)["checksum"] != manifest["checksum"]
+        or sha256_json(bound) != manifest["fingerprint"]
+        or canonical_json(manifest) != text
+    ):
         raise CacheError(
-            f"{where} was changed after it was written: its fingerprint does not match"
+            f"{where} was changed after it was written: its checksum does not match; "
+            "`megatron-kd verify --repair` restores it"
         )
     spec = CacheSpec.from_dict({k: v for k, v in manifest.items() if k not in own})
     entries = [ShardEntry.from_dict(values, where) for values in manifest["shards"]]
@@ -246,7 +259,7 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
 
 def parse_json(text: str, where: str) -> dict:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CacheError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -254,11 +267,15 @@ def parse_json(text: str, where: str) -> dict:
     return value
 
 
-def read_json(path: Path) -> dict:
+def read_text(path: Path) -> str:
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise CacheError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read")
-    return parse_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_json(path: Path) -> dict:
+    return parse_json(read_text(path), str(path))
 
 
 def publish(path: Path, payload: bytes | memoryview) -> None:
@@ -291,3 +308,7 @@ def file_checksum(path: Path) -> str:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fsspec
 
-from megatron_kd.cache.format import MAX_JSON_BYTES, CacheError
+from megatron_kd.cache.format import MAX_JSON_BYTES, CacheError, read_text
 
 
 def open_storage(path: str, local_folder, max_local_bytes: int) -> "Directory | Remote":
@@ -31,11 +31,7 @@ class Directory:
         file = self.folder / name
         if not file.is_file():
             return None
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise CacheError(
-                f"{file} has {file.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read"
-            )
-        return file.read_text(encoding="utf-8", errors="replace")
+        return read_text(file)
 
     def local_path(self, name: str, expected_bytes: int) -> Path:
         return self.folder / name

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from megatron_kd.cache.format import (
+    BACKUP_NAME,
     ENTRY_FOLDER,
     MANIFEST_NAME,
     SPEC_NAME,
@@ -28,6 +29,7 @@ from megatron_kd.cache.format import (
     parse_manifest,
     publish,
     read_json,
+    read_text,
 )
 from megatron_kd.cache.sample import ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
@@ -91,7 +93,7 @@ def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
     folder = Path(path)
     if (folder / MANIFEST_NAME).exists():
         manifest = folder / MANIFEST_NAME
-        found = parse_manifest(canonical_json(read_json(manifest)), str(manifest))[2]
+        found = parse_manifest(read_text(manifest), str(manifest))[2]
     else:
         files = sorted((folder / ENTRY_FOLDER).glob("shard-*.json"))
         found = [ShardEntry.from_dict(read_json(file), str(file)) for file in files]
@@ -214,7 +216,8 @@ def publish_manifest(
         )
     check_contiguous(entries, str(folder))
     manifest = build_manifest(spec, entries, origin)
-    publish(folder / MANIFEST_NAME, canonical_json(manifest).encode())
+    for name in (BACKUP_NAME, MANIFEST_NAME):
+        publish(folder / name, canonical_json(manifest).encode())
     for file in (folder / ENTRY_FOLDER).glob("shard-*.json"):
         file.unlink(missing_ok=True)
     for stale in folder.glob(".*.tmp"):  # left by killed writers
@@ -226,12 +229,13 @@ def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
     """Turns a complete cache back into one being written, without the given shards."""
     folder = Path(path)
     manifest = folder / MANIFEST_NAME
-    _, spec, entries = parse_manifest(canonical_json(read_json(manifest)), str(manifest))
+    _, spec, entries = parse_manifest(read_text(manifest), str(manifest))
     (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
     publish(folder / SPEC_NAME, canonical_json(spec.as_dict()).encode())
     for entry in entries:
         if entry.shard not in without:
             publish_entry(folder, entry)
+    (folder / BACKUP_NAME).unlink(missing_ok=True)
     manifest.unlink()
 
 
