@@ -20,6 +20,9 @@ SAMPLINGS = ("topk", "random")
 ENGINES = {
     # name: (module, class; the module is imported only when the engine is asked for)
     "transformers": ("megatron_kd.teacher.transformers_engine", "TransformersEngine"),
+    "vllm": ("megatron_kd.teacher.vllm_engine", "VllmEngine"),
+    "vllm-server": ("megatron_kd.teacher.vllm_server_engine", "VllmServerEngine"),
+    "sglang": ("megatron_kd.teacher.sglang_engine", "SglangEngine"),
 }
 
 

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -149,11 +149,15 @@ def stream_rows(
                 index = running.pop(task)
                 yield index, task.result()
     finally:
-        for task in running:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
-        loop.run_until_complete(client.__aexit__())
+        loop.run_until_complete(_abandon(running, client))
         loop.close()
+
+
+async def _abandon(tasks: Iterable[asyncio.Task], client: TeacherClient) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.__aexit__()
 
 
 def _json_object(payload: bytes, address: str) -> dict:
