@@ -1,8 +1,8 @@
 """The bytes of prepared sequences: what a split holds, and the checks before it is used.
 
-A split is `manifest.json` and shards `sequences-000000.safetensors`, `sequences-000001.safetensors`, …,
-each with the tensors of `TENSORS` over a run of sequences. Letters: S sequences, T tokens and
-B document bounds, all of one shard.
+A split is `manifest.json` and the shards `sequences-000000.safetensors` and so on, each with the
+tensors of `TENSORS` over a run of sequences. Letters: S sequences, T tokens and B document bounds,
+all of one shard.
 """
 
 import json
@@ -159,6 +159,7 @@ def map_shard(path: Path, shard: Shard) -> dict[str, np.ndarray]:
         tensors[name] = whole[start + begin : start + end].view(dtype)
     _check_offsets(path, tensors["token_offsets"], lengths["T"])
     _check_offsets(path, tensors["bound_offsets"], lengths["B"])
+    _check_bounds(path, tensors)
     return tensors
 
 
@@ -174,3 +175,12 @@ def _place(name: str, entry: dict) -> tuple[int, int, int]:
 def _check_offsets(path: Path, offsets: np.ndarray, length: int) -> None:
     if offsets[0] != 0 or offsets[-1] != length or np.any(np.diff(offsets) < 1):
         raise SequencesError(f"{path}: offsets must rise from 0 to {length}")
+
+
+def _check_bounds(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    bounds, offsets = tensors["document_bounds"], tensors["bound_offsets"]
+    rises = np.diff(bounds) > 0
+    rises[offsets[1:-1] - 1] = True  # from one sequence to the next the bounds start again
+    starts, ends = bounds[offsets[:-1]], bounds[offsets[1:] - 1]
+    if np.any(starts) or np.any(ends != np.diff(tensors["token_offsets"])) or not np.all(rises):
+        raise SequencesError(f"{path}: document bounds must rise from 0 to their sequence's length")

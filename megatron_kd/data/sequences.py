@@ -19,6 +19,7 @@ from megatron_kd.data.sequence_format import (
     TENSORS,
     VERSION,
     SequencesError,
+    Shard,
     map_shard,
     read_manifest,
     shard_name,
@@ -46,13 +47,15 @@ class SequenceReader:
 
     Args:
         path: The split's folder.
+        check_checksums: Compare each shard with its checksum when it is first touched.
 
     Raises:
         FileNotFoundError: There is no manifest.
         SequencesError: Manifest or shards are damaged or of another version.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, *, check_checksums: bool = True):
+        self.check_checksums = check_checksums
         self.path = Path(path)
         self.manifest, self._shards = read_manifest(self.path)
         self._first = np.cumsum([0] + [shard.samples for shard in self._shards])
@@ -94,16 +97,20 @@ class SequenceReader:
             SequencesError: A shard's bytes are not those that were written.
         """
         for shard in self._shards:
-            file = self.path / shard.file
-            map_shard(file, shard)
-            if file_checksum(file) != shard.xxh3_128:
-                raise SequencesError(f"{file} does not match its checksum; prepare the data again")
+            self._map(shard, check_checksum=True)
 
     def _shard(self, number: int) -> dict[str, np.ndarray]:
         if number not in self._mapped:
             shard = self._shards[number]
-            self._mapped[number] = map_shard(self.path / shard.file, shard)
+            self._mapped[number] = self._map(shard, check_checksum=self.check_checksums)
         return self._mapped[number]
+
+    def _map(self, shard: Shard, *, check_checksum: bool) -> dict[str, np.ndarray]:
+        file = self.path / shard.file
+        tensors = map_shard(file, shard)
+        if check_checksum and file_checksum(file) != shard.xxh3_128:
+            raise SequencesError(f"{file} does not match its checksum; prepare the data again")
+        return tensors
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_mapped": {}}  # a worker maps the files itself
@@ -125,7 +132,7 @@ class SequenceWriter:
         self._clear()
 
     def append(self, tokens: np.ndarray, loss_mask: np.ndarray, cu_seqlens: np.ndarray) -> None:
-        """Adds a sequence: tokens [n], loss_mask [n] (the last is 0), cu_seqlens [documents + 1]."""
+        """Adds a sequence: tokens [n], loss_mask [n] (last row 0), cu_seqlens [documents + 1]."""
         self._parts["tokens"].append(np.asarray(tokens, np.int32))
         self._parts["loss_mask"].append(np.asarray(loss_mask, np.uint8))
         self._parts["document_bounds"].append(np.asarray(cu_seqlens, np.int32))

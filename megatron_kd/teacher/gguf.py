@@ -17,6 +17,8 @@ import torch
 from megatron_kd.data.publish import published_directory
 
 PROVENANCE = "import.json"
+CONVERTER = 1
+"""Raised whenever the same file would give another directory."""
 # Architectures whose weights this module reads, the dense decoders a student can be cut from.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,6 +75,7 @@ def import_gguf(
     if dtype not in _DTYPES:
         raise ValueError(f"expected dtype float32 or bfloat16, got {dtype!r}")
     provenance = {
+        "converter": CONVERTER,
         "source": gguf_file.name,
         "sha256": _sha256(gguf_file),
         "dtype": dtype,
@@ -168,6 +171,7 @@ def _load_model(gguf_file: Path, reader, dtype: torch.dtype):
 
 def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
+    from rich.console import Console
     from rich.progress import track
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -180,7 +184,11 @@ def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     # Undoes what the writer did to the weights: llama's q and k rows are stored in another order.
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     weights = {}
-    for tensor in track(reader.tensors, description="dequantise", transient=True):
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    for tensor in track(
+        reader.tensors, "dequantise", console=console, transient=True, disable=quiet
+    ):
         if tensor.name not in names:
             continue
         values = dequantize(tensor.data, tensor.tensor_type)
