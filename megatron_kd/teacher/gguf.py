@@ -64,7 +64,7 @@ def import_gguf(
         gguf_file: A GGUF file of an architecture transformers can read.
         output: The directory to make.
         dtype: "float32" keeps every dequantised value; "bfloat16" halves the size and rounds.
-        tokenizer: A directory whose tokenizer replaces the one in the file.
+        tokenizer: A directory with a tokenizer.json that replaces the one in the file.
         overwrite: Replace an existing `output`.
 
     Raises:
@@ -79,7 +79,7 @@ def import_gguf(
         "source": gguf_file.name,
         "sha256": _sha256(gguf_file),
         "dtype": dtype,
-        "tokenizer": "replaced" if tokenizer else "from the file",
+        "tokenizer": _sha256(Path(tokenizer) / "tokenizer.json") if tokenizer else None,
     }
     if not overwrite and _read_json(output / PROVENANCE) == provenance:
         return output
