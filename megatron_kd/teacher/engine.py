@@ -121,7 +121,9 @@ class Teacher:
     hidden_size: int | None = None
     """D; None where the engine cannot return hidden states."""
     max_tokens: int | None = None
-    """The longest text it reads; None where that is not known."""
+    """The longest text it can give rows for; None where that is not known."""
+    tokenizer: str | None = None
+    """Hash of its tokenizer as prepared data names it; None where it cannot be seen."""
     licence: str | None = None
 
 

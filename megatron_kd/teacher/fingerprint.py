@@ -63,6 +63,18 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
     }
 
 
+def tokenizer_of(path: str | os.PathLike) -> str | None:
+    """The hash of a model directory's tokenizer; None where it holds none."""
+    from transformers import AutoTokenizer
+
+    from megatron_kd.data.documents import tokenizer_hash
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((Path(path) / name).is_file() for name in names):
+        return None
+    return tokenizer_hash(AutoTokenizer.from_pretrained(path, use_fast=True))
+
+
 def licence_of(path: str | os.PathLike) -> str | None:
     """The licence that a model directory's card states; None where it says nothing."""
     from huggingface_hub.repocard import metadata_load

@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.format import MANIFEST_NAME, CacheError, CacheSpec, publish
+from megatron_kd.cache.format import (
+    MANIFEST_NAME,
+    CacheError,
+    CacheSpec,
+    parse_manifest,
+    publish,
+    read_text,
+)
 from megatron_kd.cache.sample import ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
 from megatron_kd.cache.writer import (
@@ -161,7 +168,7 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
     folder = Path(path)
     manifest_file, origin_file = folder / MANIFEST_NAME, folder / _ORIGIN_NAME
     if manifest_file.exists():
-        origin = json.loads(manifest_file.read_text())["origin"]
+        origin = parse_manifest(read_text(manifest_file), str(manifest_file))[0]["origin"]
     elif origin_file.exists():
         origin = json.loads(origin_file.read_text())
     else:
@@ -198,6 +205,13 @@ def _resolve(job: CaptureJob) -> _Setting:
             f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
             f"size {vocab_size}: this is "
             "not the teacher the data was tokenised for"
+        )
+    if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
+        raise EngineError(
+            f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
+            f"its ids mean other tokens; "
+            f"prepare the data with --tokenizer {job.teacher}, or take the teacher of that "
+            f"tokenizer"
         )
     if job.hidden_dtype and described.hidden_size is None:
         raise EngineError(
@@ -295,6 +309,14 @@ def _make_shard(
 ) -> None:
     first, last = int(setting.plan[shard]), int(setting.plan[shard + 1])
     found = pieces(setting.reader, first, last, setting.spec.packing)
+    longest = max((piece.document.run_tokens for piece in found), default=0)
+    limit = setting.described.max_tokens
+    if limit is not None and longest > limit:
+        raise EngineError(
+            f"{setting.job.teacher} gives rows for at most {limit} tokens of a text with the "
+            f"{setting.job.engine} engine, "
+            f"the data has texts of {longest}; prepare it with --seq-length {limit} or less"
+        )
     hidden_size = setting.spec.hidden_size
     held = {
         index: SampleRows(np.asarray(setting.reader[index].loss_mask), setting.request, hidden_size)

@@ -12,6 +12,9 @@ import numpy as np
 from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows
 from megatron_kd.teacher.selection import order_rows
 
+# Beyond its rows a prompt takes a token after the last one, and the server one to generate.
+PROMPT_EXTRA_TOKENS = 2
+
 
 def refuse_unlisted(request: RowRequest, engine: str) -> None:
     """Refuses what candidate lists cannot give.

@@ -22,7 +22,12 @@ import torch
 import transformers
 
 from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows, Teacher
-from megatron_kd.teacher.fingerprint import licence_of, model_directory, model_fingerprint
+from megatron_kd.teacher.fingerprint import (
+    licence_of,
+    model_directory,
+    model_fingerprint,
+    tokenizer_of,
+)
 from megatron_kd.teacher.selection import draws_of, select
 
 # fp32 copies of a chunk of logits that live at once while it is selected from.
@@ -72,6 +77,7 @@ class TransformersEngine:
             output_rows=config.vocab_size,
             hidden_size=config.hidden_size,
             max_tokens=getattr(config, "max_position_embeddings", None),
+            tokenizer=tokenizer_of(path),
             licence=licence_of(path),
         )
 

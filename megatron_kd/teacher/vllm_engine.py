@@ -12,8 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows, Teacher
-from megatron_kd.teacher.fingerprint import licence_of, model_directory, model_fingerprint
-from megatron_kd.teacher.listed_rows import prompt_of, refuse_unlisted, rows_from_lists
+from megatron_kd.teacher.fingerprint import (
+    licence_of,
+    model_directory,
+    model_fingerprint,
+    tokenizer_of,
+)
+from megatron_kd.teacher.listed_rows import (
+    PROMPT_EXTRA_TOKENS,
+    prompt_of,
+    refuse_unlisted,
+    rows_from_lists,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +58,13 @@ class VllmEngine:
         config = transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=options.trust_remote_code
         ).get_text_config()
+        limit = options.max_model_len or getattr(config, "max_position_embeddings", None)
         return Teacher(
             version=f"vllm {vllm.__version__}, torch {torch.__version__}",
             fingerprint=model_fingerprint(path),
             output_rows=config.vocab_size,
-            max_tokens=getattr(config, "max_position_embeddings", None),
+            max_tokens=limit and limit - PROMPT_EXTRA_TOKENS,
+            tokenizer=tokenizer_of(path),
             licence=licence_of(path),
         )
 

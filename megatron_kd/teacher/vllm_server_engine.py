@@ -12,7 +12,12 @@ import numpy as np
 
 from megatron_kd.teacher.engine import Document, EngineError, RowRequest, Rows, Teacher
 from megatron_kd.teacher.http_client import HttpOptions, TeacherClient, run_once, stream_rows
-from megatron_kd.teacher.listed_rows import prompt_of, refuse_unlisted, rows_from_lists
+from megatron_kd.teacher.listed_rows import (
+    PROMPT_EXTRA_TOKENS,
+    prompt_of,
+    refuse_unlisted,
+    rows_from_lists,
+)
 
 
 class VllmServerEngine:
@@ -39,10 +44,11 @@ class VllmServerEngine:
                     f"{options.server[0]} serves {_names(model)} "
                     f"with vLLM {version}; all servers of a capture must serve the same teacher"
                 )
+        limit = model.get("max_model_len")
         return Teacher(
             version=f"vllm {version} (server)",
             fingerprint=_names(model),
-            max_tokens=model.get("max_model_len"),
+            max_tokens=limit and limit - PROMPT_EXTRA_TOKENS,
         )
 
     def __init__(self, teacher: str, request: RowRequest, options: HttpOptions):
