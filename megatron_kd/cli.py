@@ -16,6 +16,7 @@ COMMANDS = {
     "capture": ("megatron_kd.teacher.capture", "run the teacher once, cache its top-K per token"),
     "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
     "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),
+    "convert": ("megatron_kd.cache.convert", "another tool's captures as a cache"),
 }
 
 

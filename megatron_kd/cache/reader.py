@@ -146,6 +146,10 @@ class CacheReader:
     def shards(self) -> list[ShardEntry]:
         return list(self._entries)
 
+    def shard_path(self, entry: ShardEntry) -> Path:
+        """A local file with a shard's bytes, copied here if need be."""
+        return self._storage.local_path(entry.file, entry.bytes)
+
     def __getitem__(self, index: int) -> CachedSample:
         shard, local = self._locate(index)
         tokens, mask, cu_seqlens = (
@@ -206,7 +210,7 @@ class CacheReader:
             self._open.move_to_end(number)
             return shard
         entry = self._entries[number]
-        path = self._storage.local_path(entry.file, entry.bytes)
+        path = self.shard_path(entry)
         shard = Shard(path, entry, self.spec)
         if self.check_checksums and number not in self._checked:
             check_shard_bytes(path, entry)
