@@ -11,10 +11,13 @@ rest in unary) needs some 9 bits where a fixed width needs 11. A grid fixed in n
 for every row, whatever its range.
 """
 
+import math
+
 import numpy as np
 
 STEP_NATS = 5 / 512  # a binary fraction: q * STEP_NATS is exact in fp32, the error at most 5/1024
 MAX_CODE = 61440  # 600 nats: smaller probabilities are stored as e^-600, which is 0 in fp32
+MAX_VALUE_LOW = 16  # more low bits than any code has
 FIXED = 0x80  # flag in `layout`: this row's e has no unary part
 TOP_SHARE = (
     2 / 3
@@ -100,83 +103,110 @@ def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
         ValueError: The stream does not hold such rows.
     """
     rows = bottom.size
-    if counts is None:
-        id_low = int(low_bits(np.array([topk]), vocab_size)[0])  # one width for all
-        entries, starts = rows * topk, np.arange(rows) * topk
-        per_row = topk
-    else:
-        id_low = low_bits(counts, vocab_size)
-        entries, starts = int(counts.sum()), np.cumsum(counts) - counts
-        per_row = counts
-    fixed = layout >= FIXED
+    if not rows:
+        return np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32)
+    ragged = counts is not None and bool((counts != topk).any())
+    per_row = counts if ragged else np.full(rows, topk)
+    id_low = low_bits(per_row, vocab_size)
     value_low = (layout & 0x1F).astype(np.int64)
-    width = value_low + id_low  # [R]
-    row_bits = width * per_row
+    row_bits = (value_low + id_low) * per_row
     packed_bytes = (int(row_bits.sum()) + 7) >> 3
-    if packed_bytes + high_bytes > stream.size or (width.size and int(width.max()) > 56):
+    if packed_bytes + high_bytes > stream.size or int(value_low.max()) > MAX_VALUE_LOW:
         raise ValueError("rows are longer than their bytes")
+    # int32 halves the traffic of every pass below; only a sample of 256 MiB needs more
+    number = np.int32 if stream.size < 1 << 28 else np.int64
+    if ragged:
+        starts = np.cumsum(per_row) - per_row
+        within = (np.arange(int(per_row.sum())) - np.repeat(starts, per_row)).astype(number)
 
-    def spread(values):  # [R] to [E]
-        return np.repeat(values, per_row)
-
-    # fields: each lies within the 8 bytes from its first byte on
-    first_bit = np.cumsum(row_bits) - row_bits - starts * width
-    bit = spread(first_bit) + np.arange(entries) * spread(width)
-    padded = np.zeros(packed_bytes + 8, np.uint8)
-    padded[:packed_bytes] = stream[:packed_bytes]
-    windows = np.ndarray((packed_bytes + 1,), "<u8", padded.data, strides=(1,))
-    field = (windows[bit >> 3] >> (bit & 7).astype(np.uint64)).view(np.int64)
-
-    id_ones = _ones(stream[packed_bytes : packed_bytes + high_bytes], entries)
-    zeros = id_ones - np.arange(
-        entries
-    )  # zeros before each one; a row starts after the last one of the row before
-    base = np.zeros(rows, np.int64)
-    base[1:] = zeros[starts[1:] - 1]
-    ids = (zeros - spread(base)) << (spread(id_low) if counts is not None else id_low)
-    if counts is None:
-        ids |= field & ((1 << id_low) - 1)
-        excess = field >> id_low
+        def spread(values):  # [R] to [E]
+            return np.repeat(values.astype(number), per_row)
     else:
-        ids |= field & spread((1 << id_low) - 1)
-        excess = field >> spread(id_low)
-    excess &= spread((1 << value_low) - 1)
+        starts = np.arange(rows) * topk
+        within = np.arange(topk, dtype=number)[None]
 
-    unary = None if not fixed.any() else spread(~fixed)
-    value_ones = _ones(
-        stream[packed_bytes + high_bytes :], entries if unary is None else int(unary.sum())
-    )
-    high = np.diff(value_ones, prepend=-1) - 1
-    if unary is None:
-        excess += high << spread(value_low)
-    else:
-        excess[unary] += high << spread(value_low)[unary]
-    if entries and (int(ids.max()) >= vocab_size or (excess > spread(bottom)).any()):
+        def spread(values):  # [R] to [R, 1], against [R, K]
+            return values.astype(number)[:, None]
+
+    bit = spread(np.cumsum(row_bits) - row_bits) + within * spread(value_low + id_low)
+    field = _fields(stream[:packed_bytes], bit, int((value_low + id_low).max()))
+
+    high = _zeros_between(stream[packed_bytes : packed_bytes + high_bytes], starts, bit.shape)
+    last_high = high.reshape(-1)[starts + per_row - 1]
+    if (last_high > (vocab_size - 1) >> id_low).any():
+        raise ValueError("an id is out of range")
+    ids = high.astype(number) << spread(id_low) | field & spread((1 << id_low) - 1)
+
+    excess = field >> spread(id_low) & spread((1 << value_low) - 1)
+    plain = layout < FIXED
+    unary_bits = stream[packed_bytes + high_bytes :]
+    if plain.all():
+        excess += _unary_values(unary_bits, bit.shape, value_low).astype(number) << spread(
+            value_low
+        )
+    elif plain.any():
+        coded = np.broadcast_to(np.repeat(plain, per_row).reshape(bit.shape), bit.shape)
+        values = _unary_values(unary_bits, (int(per_row[plain].sum()),), value_low)
+        excess[coded] += (values << np.repeat(value_low[plain], per_row[plain])).astype(number)
+    if (ids.max() >= vocab_size) or (excess > spread(bottom)).any():
         raise ValueError("an id or a log-probability is out of range")
 
     # one integer sort does the order: e falls with the probability, the id breaks ties
     id_bits = max(int(vocab_size - 1).bit_length(), 1)
-    top = int(excess.max()) if entries else 0
+    top = int(excess.max())
     narrow = top.bit_length() + id_bits <= 31
     key_type = np.uint32 if narrow else np.uint64
-    unused = np.iinfo(key_type).max
-    key = (((top - excess) << id_bits) | ids).astype(key_type)
-    if counts is None:
-        key = key.reshape(rows, topk)
-    else:
-        slots = np.arange(topk) < counts[:, None]
-        flat, key = key, np.full((rows, topk), unused, key_type)
+    key = (top - excess).astype(key_type)
+    key <<= key_type(id_bits)
+    key |= ids.astype(key_type)
+    if ragged:
+        slots = np.arange(topk) < per_row[:, None]
+        flat, key = key, np.full((rows, topk), np.iinfo(key_type).max, key_type)
         key[slots] = flat
     key.sort(axis=1)
     out_ids = (key & key_type((1 << id_bits) - 1)).astype(np.int32)
-    codes = (bottom.astype(np.int32) - top)[:, None] + (key >> key_type(id_bits)).astype(np.int32)
-    logprobs = codes * np.float32(-STEP_NATS)
+    key >>= key_type(id_bits)
+    logprobs = key.astype(np.float32)
+    logprobs += (bottom.astype(np.float32) - np.float32(top))[:, None]  # q, exact in fp32
+    logprobs *= np.float32(-STEP_NATS)
     logprobs += np.float32(0)  # -0 to 0
-    if counts is not None:
+    if ragged:
         out_ids[~slots] = -1
         logprobs[~slots] = -np.inf
     _restore_top(logprobs, mass)
     return out_ids, logprobs
+
+
+def _fields(packed: np.ndarray, bit: np.ndarray, widest: int) -> np.ndarray:
+    """The bits from each given one on, `widest` or more, in integers."""
+    window = np.dtype("<u4") if widest <= 25 else np.dtype("<u8")
+    padded = np.zeros(packed.size + window.itemsize, np.uint8)
+    padded[: packed.size] = packed
+    # a window from every byte on, overlapping
+    windows = np.ndarray((packed.size + 1,), window, padded.data, strides=(1,))
+    found = windows[bit >> 3]
+    found >>= (bit & 7).astype(window)
+    return found.view(np.int32 if window.itemsize == 4 else np.int64)
+
+
+def _zeros_between(stream: np.ndarray, starts: np.ndarray, shape: tuple) -> np.ndarray:
+    """Zeros before each one bit, counted from its row's start (after the row before it)."""
+    ones = _ones(stream, math.prod(shape))
+    zeros = ones - np.arange(ones.size)
+    base = np.zeros(starts.size, np.int64)
+    base[1:] = zeros[starts[1:] - 1]
+    if len(shape) == 2:
+        return zeros.reshape(shape) - base[:, None]
+    return zeros - np.repeat(base, np.diff(starts, append=ones.size))
+
+
+def _unary_values(stream: np.ndarray, shape: tuple, value_low: np.ndarray) -> np.ndarray:
+    """The number of zero bits before each one bit."""
+    ones = _ones(stream, math.prod(shape))
+    values = np.diff(ones, prepend=-1) - 1
+    if int(values.max()) << int(value_low.max()) >= 1 << 30:
+        raise ValueError("a log-probability is out of range")
+    return values.reshape(shape)
 
 
 def _restore_top(logprobs: np.ndarray, mass: np.ndarray) -> None:
