@@ -1,6 +1,7 @@
 """Distillation losses over a large vocabulary: exact, chunked, vocabulary-parallel, without the host.
 
-Heads read z_S and log R from logits or from hidden states; objectives are functions of those. See `objectives`.
+Heads read z_S and log R from logits or from hidden states; objectives are functions of those. See
+`objectives`.
 """
 
 from megatron_kd.losses.cross_entropy import fused_cross_entropy

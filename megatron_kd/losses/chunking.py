@@ -1,7 +1,7 @@
 """How many positions a fused head takes at a time.
 
-A chunk's logits are the head's transient memory; each chunk also reads and writes the whole fp32 weight gradient once. A
-larger chunk buys less of that traffic for more memory.
+A chunk's logits are the head's transient memory; each chunk also reads and writes the whole fp32
+weight gradient once. A larger chunk buys less of that traffic for more memory.
 
 Letters: B micro-batch, D hidden, Vp this rank's vocabulary.
 """

@@ -1,6 +1,7 @@
 """Hard-label cross-entropy from hidden states: the fused head with the label as the whole support.
 
-With K = 1, p = 1 at the label and no tail, forward KL is log Z - z_y, so this is a target and no code of its own.
+With K = 1, p = 1 at the label and no tail, forward KL is log Z - z_y, so this is a target and no
+code of its own.
 """
 
 import torch

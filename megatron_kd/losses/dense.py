@@ -2,8 +2,9 @@
 
     dz_v = dL/dlogR * exp(z_v - log R) off the support        dz_S = dL/dz_S on it
 
-One fp32 copy of the logits is made and becomes the gradient. Where memory matters use `sparse_chunked_kd_loss`, which
-needs no such copy, or `fused_chunked_kd_loss`, which needs no logits.
+One fp32 copy of the logits is made and becomes the gradient. Where memory matters use
+`sparse_chunked_kd_loss`, which needs no such copy, or `fused_chunked_kd_loss`, which needs no
+logits.
 
 Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, K support.
 """
@@ -12,15 +13,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.elementwise import accumulation_dtype
+from megatron_kd.losses.rows import Outputs
 from megatron_kd.losses.target import Divergence, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
-from megatron_kd.losses.vocab_parallel import (
-    Columns,
-    Reading,
-    VocabShard,
-    read_,
-    write_gradient_,
-)
+from megatron_kd.losses.vocab_parallel import VocabShard
 
 
 def dense_kd_loss(
@@ -41,27 +37,32 @@ def dense_kd_loss(
     """Per-token divergence from a truncated teacher to the student, in nats, from whole logits.
 
     Args:
-        logits: [S, B, Vp], fp32, bf16, fp16 or fp64. This rank's part of the vocabulary; never changed.
+        logits: [S, B, Vp], fp32, bf16, fp16 or fp64. This rank's part of the vocabulary; never
+            changed.
         target: The teacher's K tokens per position, see `TopKTarget`.
         objective: forward_kl, reverse_kl or jsd (see `megatron_kd.losses.objectives`).
-        tail: What the teacher's mass M off the support means. none: nothing, the loss is a sum over the support
-            and may be negative. renormalise: the teacher is divided by M, the student stays over the whole
-            vocabulary. bucket: everything off the support is one more outcome.
-        temperature: Divides both models' logits. No factor temperature**2 unless temperature_squared.
+        tail: What the teacher's mass M off the support means. none: nothing, the loss is a sum over
+            the support and may be negative. renormalise: the teacher is divided by M, the student
+            stays over the whole vocabulary. bucket: everything off the support is one more outcome.
+        temperature: Divides both models' logits. No factor temperature**2 unless
+            temperature_squared.
         beta: The teacher's share of the JSD mixture.
         labels: [S, B] integer global ids, or None. Negative labels are ignored (cross-entropy 0).
-        ce_weight: alpha in (1 - alpha) * divergence + alpha * cross-entropy; the latter is at temperature 1.
-        vocab_size: Ids at or beyond it are padding columns: no mass, no gradient. None means no padding.
+        ce_weight: alpha in (1 - alpha) * divergence + alpha * cross-entropy; the latter is at
+            temperature 1.
+        vocab_size: Ids at or beyond it are padding columns: no mass, no gradient. None means no
+            padding.
         tp_group: Ranks that share the vocabulary; None means the logits are whole.
         return_metrics: Also return `KDMetrics`, detached.
 
     Returns:
-        [S, B] fp32 (fp64 for fp64 logits), unmasked, identical on all ranks of tp_group (do not reduce again); with
-        return_metrics a pair of it and `KDMetrics`.
+        [S, B] fp32 (fp64 for fp64 logits), unmasked, identical on all ranks of tp_group (do not
+        reduce again); with return_metrics a pair of it and `KDMetrics`.
 
     Raises:
-        ValueError: Shapes or options disagree, or an id lies outside the vocabulary (on an accelerator, where
-            looking would synchronise, such a position's loss and gradient are NaN instead).
+        ValueError: Shapes or options disagree, or an id lies outside the vocabulary (on an
+            accelerator, where looking would synchronise, such a position's loss and gradient are
+            NaN instead).
 
     Source: arXiv 2608.03796, Eq. (2) and (3), for forward_kl with tail none.
     """
@@ -74,10 +75,9 @@ def dense_kd_loss(
         ce_weight=ce_weight,
     )
     shape, rows = check_logits(logits)
-    loss = TopKLoss.of(options, target, labels, shape)
     shard = VocabShard.of(rows, vocab_size, tp_group)
-    loss.check_ids(shard)
-    return finish(_DenseLoss.apply(logits.flatten(0, 1), loss, shard), shape, return_metrics)
+    loss = TopKLoss.of(options, shard, target, labels, shape)
+    return finish(_DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
 def check_logits(logits):
@@ -91,37 +91,24 @@ def check_logits(logits):
 
 class _DenseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, loss: TopKLoss, shard: VocabShard):
+    def forward(ctx, logits, loss):
         every = slice(0, loss.rows.count)
         dtype = accumulation_dtype(logits.dtype)
-        z = logits[:, : shard.valid].to(dtype, copy=True)
-        columns = loss.columns(every, shard)
-        reading = read_(z, columns, loss.inverse_taus, shard)
-        outputs = loss.outputs(reading.m)
-        outputs.put_(loss.rows, every, *loss.evaluate(reading.gathered, reading.log_r, every))
-        ctx.save_for_backward(
-            z,
-            reading.gathered,
-            reading.log_r,
-            reading.m,
-            reading.log_sums,
-            columns.index,
-            columns.mine,
-        )
-        ctx.loss, ctx.dtype, ctx.width = loss, logits.dtype, logits.shape[-1]
-        ctx.mark_non_differentiable(*(x for x in outputs.tensors()[1:] if x is not None))
-        return outputs.tensors()
+        z = logits[:, : loss.shard.valid].to(dtype, copy=True)
+        chunk = loss.open(every)
+        reading = chunk.read_(z)
+        outputs = Outputs.blank(loss.rows, reading[0], loss.labels is not None)
+        outputs.put_(loss.rows, every, *chunk.evaluate(reading))
+        ctx.save_for_backward(z, *reading)
+        ctx.chunk, ctx.reading = chunk, type(reading)
+        ctx.dtype, ctx.width = logits.dtype, logits.shape[-1]
+        return outputs.hand_over(ctx)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        z, gathered, log_r, m, log_sums, index, mine = ctx.saved_tensors
-        loss = ctx.loss
-        every = slice(0, loss.rows.count)
-        _, _, gradients = loss.differentiate(gathered, log_r, every, upstream)
-        columns = Columns(index, mine, None, loss.support)
-        reading = Reading(gathered, log_r, m, log_sums)
-        write_gradient_(z, reading, columns, *gradients, loss.inverse_taus)
+        z, *reading = ctx.saved_tensors
+        ctx.chunk.differentiate_(z, ctx.reading(*reading), upstream)
         if z.shape[-1] < ctx.width:
             z = torch.nn.functional.pad(z, (0, ctx.width - z.shape[-1]))
-        return z.to(ctx.dtype), None, None
+        return z.to(ctx.dtype), None

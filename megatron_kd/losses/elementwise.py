@@ -1,61 +1,72 @@
-"""The work between the matrix products: two passes over a chunk's logits, in place and without copies of it.
+"""The work between the matrix products: two passes over a chunk's logits, without a copy of them.
 
 - `max_and_sums` reads: the row maximum m and, per temperature, sum_v exp((z_v - m) / tau).
 - `to_gradient_` writes z_v <- sum_t scale_t * exp((z_v - m) / tau_t) where z stood.
 
 Entries cut out beforehand (-inf) count for nothing in the first and become 0 in the second.
 
+Three backends do the same: `eager_kernels` anywhere and always; `compiled_kernels` (torch.compile)
+    on
+a CPU whose chunk is large enough to pay for compiling; `triton_kernels` on CUDA where Triton is
+installed. The eager one is the twin that the others are tested against.
+
 Letters: n rows, Vp this rank's vocabulary, T temperatures.
 """
 
+import contextlib
+
 import torch
 
-NEG_INF = float("-inf")
-# Rows are taken in blocks whose fp32 copy stays in a core's share of the cache, so that several eager
-# operations cost about one pass over memory and every temporary is small.
-CPU_BLOCK_BYTES = 1 << 20
-# On an accelerator launches cost more than cache misses: larger blocks.
-DEVICE_BLOCK_BYTES = 1 << 27
+from megatron_kd.losses import compiled_kernels, eager_kernels, triton_kernels
+from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
 
+__all__ = ["NEG_INF", "accumulation_dtype", "max_and_sums", "to_gradient_", "use_backend"]
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _row_blocks(z):
-    limit = CPU_BLOCK_BYTES if z.device.type == "cpu" else DEVICE_BLOCK_BYTES
-    rows = max(1, limit // (4 * max(1, z.shape[-1])))
-    return (slice(i, i + rows) for i in range(0, z.shape[0], rows))
+BACKENDS = {
+    "eager": eager_kernels,
+    "compiled": compiled_kernels,
+    "triton": triton_kernels,
+}
+# Smaller chunks are done before the compiler would have started.
+LEAST_COMPILED_ELEMENTS = 1 << 21
+_forced: list[str] = []
 
 
 def max_and_sums(z, inverse_taus):
-    """z [n, Vp] -> m [n], sums [T, n], fp32 (fp64 for fp64); m is -inf and sums 0 where nothing is left."""
-    dtype = accumulation_dtype(z.dtype)
-    m = torch.full((z.shape[0],), NEG_INF, dtype=dtype, device=z.device)
-    sums = torch.zeros((len(inverse_taus), z.shape[0]), dtype=dtype, device=z.device)
-    if z.shape[-1] == 0:
-        return m, sums
-    for rows in _row_blocks(z):
-        block = z[rows]
-        top = block.amax(-1).to(dtype)
-        m[rows] = top
-        shift = torch.where(top == NEG_INF, 0.0, top).unsqueeze(-1)
-        for t, inverse_tau in enumerate(inverse_taus):
-            scaled = block - shift if inverse_tau == 1 else (block - shift).mul_(inverse_tau)
-            torch.sum(scaled.exp_(), -1, out=sums[t, rows])
-    return m, sums
+    """z [n, Vp] -> m [n], sums [T, n], fp32 (fp64 for fp64); -inf and 0 where nothing is left."""
+    return _backend(z).max_and_sums(z, inverse_taus)
 
 
 def to_gradient_(z, m, scales, inverse_taus):
     """z [n, Vp] in place; m [n] finite, scales [T, n]."""
-    if z.shape[-1] == 0:
-        return z
-    for rows in _row_blocks(z):
-        block, shift = z[rows], m[rows].unsqueeze(-1)
-        total = None
-        for t, inverse_tau in enumerate(inverse_taus):
-            scaled = block - shift if inverse_tau == 1 else (block - shift).mul_(inverse_tau)
-            scaled.exp_().mul_(scales[t, rows].unsqueeze(-1))
-            total = scaled if total is None else total.add_(scaled)
-        block.copy_(total)
-    return z
+    return _backend(z).to_gradient_(z, m, scales, inverse_taus)
+
+
+@contextlib.contextmanager
+def use_backend(name: str):
+    """Force a backend, for tests and measurements: eager, compiled or triton."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def _backend(z):
+    if z.shape[-1] == 0 or z.shape[0] == 0:
+        return eager_kernels
+    if _forced:
+        return BACKENDS[_forced[-1]]
+    if z.is_cuda:
+        return triton_kernels if triton_kernels.available() else eager_kernels
+    large = z.device.type == "cpu" and z.numel() >= LEAST_COMPILED_ELEMENTS
+    return compiled_kernels if large and compiled_kernels.available() else eager_kernels
+
+
+def describe(device: torch.device) -> str:
+    """The backend that large chunks on this device get."""
+    if device.type == "cuda":
+        return "triton" if triton_kernels.available() else "eager"
+    return "compiled" if device.type == "cpu" and compiled_kernels.available() else "eager"

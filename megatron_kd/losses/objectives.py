@@ -1,18 +1,20 @@
 """Divergences as functions of two small tensors, one file for all heads.
 
-With z the student's logits (divided by the temperature), S the teacher's support and p its probabilities there, every
-loss here depends on z only through z_S [n, K] and log R [n], the log-sum-exp of everything off the support. A common
-shift of both changes nothing. Autograd differentiates; nothing here knows about the vocabulary, shards or chunks.
+With z the student's logits (divided by the temperature), S the teacher's support and p its
+probabilities there, every loss here depends on z only through z_S [n, K] and log R [n], the
+log-sum-exp of everything off the support. A common shift of both changes nothing. Autograd
+differentiates; nothing here knows about the vocabulary, shards or chunks.
 
     log Z = log(exp log R + sum_S exp z_S)      log q = z_S - log Z      log r = log R - log Z
 
-    forward_kl   sum_S p (log p - log q)               [+ rho (log rho - log r)]
-    reverse_kl   sum_S q (log q - log p)               [+ r (log r - log rho)]
-    jsd          sum_S beta p (log p - log m) + (1 - beta) q (log q - log m)   [+ the same with rho, r]
+    forward_kl   sum_S p (log p - log q)               [+ rho (log rho - log r)] reverse_kl   sum_S
+    q (log q - log p)               [+ r (log r - log rho)] jsd          sum_S beta p (log p - log
+    m) + (1 - beta) q (log q - log m)   [+ the same with rho, r]
                  m = beta p + (1 - beta) q
 
-The bracket is the tail as one more outcome (tail="bucket"): rho is the teacher's mass off the support, r the student's.
-Why log R and not log Z: 1 - sum_S q loses the student's residual to cancellation, log R does not.
+The bracket is the tail as one more outcome (tail="bucket"): rho is the teacher's mass off the
+support, r the student's. Why log R and not log Z: 1 - sum_S q loses the student's residual to
+cancellation, log R does not.
 
 Letters: n rows, K support.
 """
@@ -28,7 +30,8 @@ from megatron_kd.losses.target import Divergence
 logger = logging.getLogger(__name__)
 
 NEG_INF = float("-inf")
-# The least teacher tail that reverse KL divides by: one fp32 rounding of 1, below which 1 - mass is noise.
+# The least teacher tail that reverse KL divides by: one fp32 rounding of 1, below which 1 - mass is
+# noise.
 SMALLEST_TAIL = 2.0**-23
 _said: set[str] = set()
 

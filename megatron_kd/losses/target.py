@@ -17,9 +17,10 @@ class TopKTarget:
     """The teacher's K most likely next tokens at every position.
 
     Args:
-        ids: [S, B, K] int32 or int64, global vocabulary ids, distinct along K; -1 marks an unused slot.
-        logprobs: [S, B, K] floating, nats, under the full-vocabulary normaliser at temperature 1 (not
-            renormalised over the support); -inf in an unused slot.
+        ids: [S, B, K] int32 or int64, global vocabulary ids, distinct along K; -1 marks an unused
+            slot.
+        logprobs: [S, B, K] floating, nats, under the full-vocabulary normaliser at temperature 1
+            (not renormalised over the support); -inf in an unused slot.
         log_z_tau: [S, B] floating or None. The teacher's normaliser at the temperature of the loss,
             log sum_v exp(logprob_v / temperature) over the whole vocabulary, where it was captured.
 
@@ -105,7 +106,8 @@ class KDMetrics(NamedTuple):
     """Detached values per position that come with the loss, at no further product.
 
     lm_loss: [S, B] fp32, nats: hard-label cross-entropy at temperature 1; None without labels.
-    student_mass: [S, B] fp32: the student's probability on the teacher's support, at the loss's temperature.
+    student_mass: [S, B] fp32: the student's probability on the teacher's support, at the loss's
+        temperature.
     teacher_mass: [S, B] fp32: the teacher's, as the target has it before any renormalisation.
     """
 

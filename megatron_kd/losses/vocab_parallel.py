@@ -1,13 +1,16 @@
 """One shard of the vocabulary: which ids are here, and the collectives that make its numbers global.
 
-The loss is replicated: every rank holds the same z_S and log R after one MAX and one SUM, so no gradient is reduced
-again but dH, which is a sum over the shards. Everything here is called from hand-written backward passes; an autograd
-collective under a replicated loss would multiply the gradient by the number of ranks.
+The loss is replicated: every rank holds the same z_S and log R after one MAX and one SUM, so no
+    gradient is reduced
+again but dH, which is a sum over the shards. Everything here is called from hand-written backward
+passes; an autograd collective under a replicated loss would multiply the gradient by the number of
+ranks.
 
 Letters: n rows, K columns asked for, Vp this rank's vocabulary, T temperatures.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,20 +76,21 @@ def localise(ids, labels, keep, shard: VocabShard) -> Columns:
     return Columns(index, mine, wanted >= shard.vocab_size, ids.shape[-1])
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What a head hands to the objectives, and what the gradient pass needs."""
 
     gathered: torch.Tensor  # [n, K (+ 1)] logits minus the row's top; unused slots hold some number
-    log_r: torch.Tensor  # [T, n] log R minus top / tau
+    log_r: torch.Tensor  # [n, T] log R minus top / tau
     m: torch.Tensor  # [n] largest logit off the support, over all shards (0 where there is none)
-    log_sums: torch.Tensor  # [T, n] log sum exp((z - m) / tau), off the support
+    log_sums: torch.Tensor  # [n, T] log sum exp((z - m) / tau), off the support
 
 
 def cut_(z, columns: Columns):
     """Scatter -inf over this shard's part of the support; a slot that is not ours cuts nothing."""
     k = columns.support
     index, mine = columns.index[:, :k], columns.mine[:, :k]
+    if not z.shape[-1]:
+        return
     first = z[:, :1].clone()
     z.scatter_(-1, index, NEG_INF)
     cut_first = (mine & (index == 0)).any(-1, keepdim=True)
@@ -117,22 +121,24 @@ def read_(z, columns: Columns, inverse_taus, shard: VocabShard) -> Reading:
         dist.all_reduce(packed, group=shard.group)
         sums, gathered = packed[: len(inverse_taus)], packed[len(inverse_taus) :].T
     log_sums = sums.log()
-    log_r = torch.stack([(m_all - top) * x + log_sums[t] for t, x in enumerate(inverse_taus)])
+    log_r = torch.stack([(m_all - top) * x + log_sums[t] for t, x in enumerate(inverse_taus)], -1)
     gathered = (gathered - top.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
     gathered = torch.where(columns.invalid, float("nan"), gathered)
-    return Reading(gathered, log_r, m_all, log_sums)
+    return Reading(gathered, log_r, m_all, log_sums.T)
 
 
 def write_gradient_(z, reading: Reading, columns: Columns, d_gathered, d_log_r, inverse_taus):
-    """Turn z, support cut out, into the gradient of the logits: d_gathered [n, K (+ 1)], d_log_r [T, n]."""
+    """Turn z, support cut out, into its gradient: d_gathered [n, K (+ 1)], d_log_r [n, T]."""
     empty = reading.log_sums == NEG_INF
     scales = d_log_r * torch.exp(-torch.where(empty, 0.0, reading.log_sums))
     for t, inverse_tau in enumerate(inverse_taus):
         if inverse_tau != 1:
-            scales[t] *= inverse_tau
-    to_gradient_(z, reading.m, torch.where(empty, 0.0, scales), inverse_taus)
+            scales[:, t] *= inverse_tau
+    scales = torch.where(empty, 0.0, scales).T.contiguous()
+    to_gradient_(z, reading.m, scales, inverse_taus)
     if z.shape[-1]:
-        z.scatter_add_(-1, columns.index, torch.where(columns.mine, d_gathered, 0.0).to(z.dtype))
+        add = torch.where(columns.mine, d_gathered, 0.0).to(z.dtype)
+        z.scatter_add_(-1, columns.index, add)
     return z
 
 

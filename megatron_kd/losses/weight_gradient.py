@@ -1,7 +1,7 @@
 """The output layer's gradient, summed over chunks in fp32, and where the host wants it.
 
-Summing 64 chunks in bf16 costs about 1 % of the gradient, so the sum is fp32 whatever the dtype of the products; where
-the library can, it happens inside the product.
+Summing 64 chunks in bf16 costs about 1 % of the gradient, so the sum is fp32 whatever the dtype of
+the products; where the library can, it happens inside the product.
 
 Letters: n rows, D hidden, Vp this rank's vocabulary.
 """
@@ -12,8 +12,8 @@ import torch
 
 from megatron_kd.losses.elementwise import accumulation_dtype
 
-# A 16-bit product that cannot be summed in fp32 by the library is formed in slices of this size, so that it is still
-# in the cache when it is added.
+# A 16-bit product that the library cannot sum in fp32 is formed in slices of this size, so that it
+# is still in the cache when it is added, and no second [Vp, D] exists.
 SLICE_BYTES = 8 << 20
 
 
@@ -29,22 +29,32 @@ class WeightGradient:
         self.weight, self.valid, self.fuse = weight, valid, fuse
         main_grad = main_grad_of(weight) if fuse else None
         self.is_main_grad = into_main_grad and fuse and main_grad.dtype == dtype
-        self.total = main_grad if self.is_main_grad else torch.zeros_like(weight, dtype=dtype)
+        self.total = main_grad if self.is_main_grad else torch.empty_like(weight, dtype=dtype)
+        self.started = self.is_main_grad  # the first product overwrites memory that holds nothing
 
     def add_(self, dz, h) -> None:
         """dz [n, valid], h [n, D]"""
-        total = self.total[: self.valid]
+        total, beta = self.total[: self.valid], float(self.started)
+        self.started = True
         if dz.dtype == total.dtype:
-            total.addmm_(dz.T, h)
+            total.addmm_(dz.T, h, beta=beta)
         elif dz.is_cuda and _sums_in_product():
-            torch.addmm(total, dz.T, h, out_dtype=total.dtype, out=total)
+            torch.addmm(total, dz.T, h, out_dtype=total.dtype, beta=beta, out=total)
         else:
             rows = max(1, SLICE_BYTES // (h.shape[1] * h.element_size()))
             for i in range(0, self.valid, rows):
-                total[i : i + rows] += dz[:, i : i + rows].T @ h
+                part = dz[:, i : i + rows].T @ h
+                if beta:
+                    total[i : i + rows] += part
+                else:
+                    total[i : i + rows] = part
 
     def finish(self, scale=None):
         """The gradient to return to autograd: the sum in the weight's dtype, or the host's dummy."""
+        if not self.started:
+            self.total.zero_()
+        elif not self.is_main_grad:
+            self.total[self.valid :] = 0
         if scale is not None:
             self.total.mul_(scale)
         if not self.fuse:
@@ -55,19 +65,19 @@ class WeightGradient:
 
 
 def main_grad_of(weight):
-    """The host's fp32 gradient buffer of a parameter."""
+    """The host's gradient buffer of a parameter."""
     if hasattr(weight, "get_main_grad"):
         return weight.get_main_grad()
     if getattr(weight, "main_grad", None) is None:
         raise ValueError(
-            "gradient_accumulation_fusion needs output_weight.main_grad, which Megatron's DDP wrapper sets; "
-            "wrap the model first, or turn the fusion off"
+            "gradient_accumulation_fusion needs output_weight.main_grad, which Megatron's DDP wrapper "
+            "sets; wrap the model first, or turn the fusion off"
         )
     return weight.main_grad
 
 
 def fused_dummy(weight):
-    """What autograd gets when main_grad has the gradient: Megatron's hooks want a tensor, and look at the flag."""
+    """What autograd gets when main_grad has the gradient: Megatron's hooks want a tensor and a flag."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -77,6 +87,5 @@ def fused_dummy(weight):
 
 @functools.cache
 def _sums_in_product() -> bool:
-    """Whether this torch's addmm takes 16-bit factors and an fp32 sum."""
-    schema = getattr(torch.ops.aten.addmm, "dtype_out", None)
-    return schema is not None
+    """Whether this torch's addmm takes 16-bit factors and an fp32 sum on CUDA."""
+    return hasattr(torch.ops.aten.addmm, "dtype_out")

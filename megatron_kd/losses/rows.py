@@ -1,0 +1,72 @@
+"""Which positions are worked on, in which chunks, and what is kept of each between two passes.
+
+Letters: N = S * B positions, n rows of a chunk, R rows that are worked on.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All N positions, or those an index names."""
+
+    positions: int  # N
+    index: torch.Tensor | None = None  # [R] int64 into the flattened positions
+
+    @property
+    def count(self) -> int:
+        return self.positions if self.index is None else self.index.numel()
+
+    def chunks(self, size: int):
+        return (slice(i, min(i + size, self.count)) for i in range(0, self.count, size))
+
+    def take(self, values, chunk: slice):
+        """values [N, ...] -> [n, ...]"""
+        return values[chunk] if self.index is None else values.index_select(0, self.index[chunk])
+
+    def put_(self, out, chunk: slice, values) -> None:
+        if self.index is None:
+            out[chunk] = values
+        else:
+            out.index_copy_(0, self.index[chunk], values)
+
+
+@dataclass
+class Saved:
+    """The readings of all R rows, for a backward pass that has the logits again."""
+
+    rows: int
+    tensors: list = field(default_factory=list)  # [R, ...] each
+
+    def put_(self, chunk: slice, reading) -> None:
+        """reading: a tuple of tensors [n, ...]"""
+        if not self.tensors:
+            self.tensors = [x.new_empty(self.rows, *x.shape[1:]) for x in reading]
+        for kept, new in zip(self.tensors, reading, strict=True):
+            kept[chunk] = new
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The loss of every position and what is reported with it; zero where no row is worked on."""
+
+    loss: torch.Tensor  # [N]
+    extras: tuple[torch.Tensor | None, ...]  # [N] each: lm_loss, student mass, teacher mass
+
+    @classmethod
+    def blank(cls, rows: Rows, like, has_lm_loss: bool) -> "Outputs":
+        zeros = [like.new_zeros(rows.positions) for _ in range(4)]
+        return cls(zeros[0], (zeros[1] if has_lm_loss else None, *zeros[2:]))
+
+    def put_(self, rows: Rows, chunk: slice, loss, extras) -> None:
+        rows.put_(self.loss, chunk, loss.detach())
+        for out, value in zip(self.extras, extras, strict=True):
+            if out is not None:
+                rows.put_(out, chunk, value.detach())
+
+    def hand_over(self, ctx):
+        """What an autograd function returns: the loss, and the rest without gradient."""
+        ctx.mark_non_differentiable(*(x for x in self.extras if x is not None))
+        return self.loss, *self.extras
