@@ -20,8 +20,6 @@ from megatron_kd.cache.shard import (
 
 # a look-up is faster than a cast
 HALF_TO_FLOAT = np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
-    np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
-)  # faster than a cast
 
 
 def check_shard_bytes(path: Path, entry: ShardEntry) -> None:
