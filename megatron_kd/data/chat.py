@@ -137,7 +137,11 @@ class ChatTokenizer:
     def _apply(self, messages, tools, **options):
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, **options, **self._variables
+                messages,
+                tools=tools,
+                chat_template=self.template,
+                **options,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error

@@ -1,4 +1,3 @@
-import copy
 import datetime
 
 import numpy as np
@@ -42,9 +41,9 @@ TALK = [
 
 
 def chat(tokenizer, template, **rules):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return ChatTokenizer(tokenizer, ChatRules(**rules))
+    with pytest.MonkeyPatch.context() as patch:  # a copy of the tokenizer would take seconds
+        patch.setattr(tokenizer, "chat_template", template)
+        return ChatTokenizer(tokenizer, ChatRules(**rules))
 
 
 def runs(tokenizer, tokens, spoken):
@@ -82,10 +81,8 @@ def test_marks_and_prefixes_agree(smollm2_tokenizer, turns):
 def test_a_token_that_begins_in_the_header_is_not_spoken(smollm2_tokenizer):
     """An answer's own leading line break melts into the header's: no prompt ends inside a token."""
     tokens, spoken = chat(smollm2_tokenizer, CHATML).encode(TALK)
-    melted = [i for i, t in enumerate(tokens) if smollm2_tokenizer.decode([t]) == "\n\n"]
-    assert len(melted) == 2  # one within the first answer, one across the second's header
-    assert spoken[melted].tolist() == [True, False]
-    assert spoken[melted[1] + 1]
+    (melted,) = (i for i, t in enumerate(tokens) if smollm2_tokenizer.decode([t]) == "\n\n")
+    assert not spoken[melted] and spoken[melted + 1]
 
 
 def test_only_the_last_turn(smollm2_tokenizer):
