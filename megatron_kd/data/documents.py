@@ -59,8 +59,8 @@ class DocumentTokenizer:
     def _ids(self, name: str, token: str | None) -> list[int]:
         if token is None:
             return []
-        number = self.tokenizer.get_vocab().get(token)
-        if number is None:
+        number = self.tokenizer.convert_tokens_to_ids(token)
+        if number is None or self.tokenizer.convert_ids_to_tokens(number) != token:
             raise ValueError(f"--{name} {token} is no token of this tokenizer")
         return [number]
 

@@ -121,7 +121,7 @@ def prepare(
             description = {
                 "seq_length": options.seq_length,
                 "packing": options.packing,
-                "vocab_size": len(tokenizer),
+                "vocab_size": maker.vocab_size,
                 "tokenizer": tokenizer_hash(tokenizer),
                 "template": _template_hash(maker),
                 "bos": bos,

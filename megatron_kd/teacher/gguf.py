@@ -17,7 +17,7 @@ import torch
 from megatron_kd.data.publish import published_directory
 
 PROVENANCE = "import.json"
-CONVERTER = 1
+CONVERTER = 2
 """Raised whenever the same file would give another directory."""
 # Architectures whose weights this module reads, the dense decoders a student can be cut from.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -82,7 +82,10 @@ def tokenizer_from_fields(fields: Mapping, *, max_length: int | None) -> PreTrai
     if max_length is not None:
         special["model_max_length"] = max_length
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=core,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # decoders take no token_type_ids
+        **special,
     )
     if fields.get("tokenizer.ggml.add_bos_token"):
         _prepend_bos(tokenizer)
