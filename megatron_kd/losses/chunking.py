@@ -1,9 +1,10 @@
 """How many positions a fused head takes at a time.
 
-A chunk's logits are the head's transient memory; each chunk also reads and writes the whole fp32
-weight gradient once. A larger chunk buys less of that traffic for more memory.
+A chunk's logits are the head's transient memory. Each chunk also reads and writes the whole fp32 weight
+gradient once, so a larger chunk buys less of that traffic for more memory. Logits of 16 bits take half
+the bytes of fp32 ones: two chunks of them are projected and their gradients gathered for one product.
 
-Letters: B micro-batch, D hidden, Vp this rank's vocabulary.
+Letters: B micro-batch, Vp this rank's vocabulary.
 """
 
 import logging
@@ -13,32 +14,41 @@ import torch
 logger = logging.getLogger(__name__)
 _said: set[tuple] = set()
 
-# What "auto" lets a chunk's logits take where the caller names no budget.
+# Bytes per logit that a chunk may take; narrower logits come in more rows.
+BYTES_PER_LOGIT = 4
+# What "auto" lets a chunk's logits take where the caller names no budget. Of an accelerator with less
+# memory than that asks for, a share.
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-# Below this many rows the products themselves lose efficiency; above the other, nothing is won.
-LEAST_ROWS, MOST_ROWS = 128, 8192
+DEVICE_SHARE = 1 / 64
+# Below this many rows the products themselves lose efficiency; above the other nothing is won.
+LEAST_ROWS, MOST_ROWS = 128, 16384
 
 
 def chunk_rows(chunk_size, *, rows, batch, width, dtype, device, budget_bytes=None) -> int:
-    """Rows of the flattened [S * B] positions per chunk; chunk_size in sequence positions, or "auto"."""
+    """Rows of the flattened [S * B] positions per chunk.
+
+    Args:
+        chunk_size: Sequence positions of B rows each, or "auto".
+        rows: All rows there are.
+        width: Logits per row.
+        budget_bytes: For "auto": what a chunk's logits may take; None for a default.
+    """
+    size = dtype.itemsize
     if chunk_size != "auto":
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise ValueError(
                 f'chunk_size must be a positive number of positions or "auto"; got {chunk_size!r}'
             )
-        return chunk_size * batch
-    budget = budget_bytes or DEFAULT_BUDGET_BYTES.get(device.type, 1 << 30)
-    size = torch.finfo(dtype).bits // 8
-    fitting = max(1, budget // (max(1, width) * size))
-    picked = min(max(fitting, LEAST_ROWS) if budget_bytes is None else fitting, MOST_ROWS)
-    if picked >= 2 * LEAST_ROWS:
-        picked -= picked % LEAST_ROWS
-    picked = max(1, min(picked, rows))
+        return chunk_size * batch * max(1, BYTES_PER_LOGIT // size)
+    if budget_bytes is not None and budget_bytes <= 0:
+        raise ValueError(f"memory_budget_bytes must be positive; got {budget_bytes}")
+    budget = budget_bytes or default_budget_bytes(device)
+    picked = pick_rows(rows, max(1, width) * size, budget, strict=budget_bytes is not None)
     key = (rows, width, dtype, device.type, budget)
     if key not in _said:
         _said.add(key)
         logger.info(
-            "chunk_size auto: %d rows of %d positions per chunk (%.0f MiB of %s logits, budget %.0f MiB)",
+            "chunk_size auto: %d of %d rows at a time, %.1f MiB of %s logits (budget %.1f MiB)",
             picked,
             rows,
             picked * width * size / 2**20,
@@ -46,3 +56,25 @@ def chunk_rows(chunk_size, *, rows, batch, width, dtype, device, budget_bytes=No
             budget / 2**20,
         )
     return picked
+
+
+def default_budget_bytes(device: torch.device) -> int:
+    budget = DEFAULT_BUDGET_BYTES.get(device.type, DEFAULT_BUDGET_BYTES["cuda"])
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        budget = min(budget, int(whole * DEVICE_SHARE))
+    return budget
+
+
+def pick_rows(rows: int, bytes_per_row: int, budget_bytes: int, *, strict: bool) -> int:
+    """The fewest equal chunks within the budget; a default budget gives way to LEAST_ROWS, a strict one
+    only to a single row."""
+    most = max(1, min(budget_bytes // bytes_per_row, MOST_ROWS))
+    if not strict:
+        most = max(most, LEAST_ROWS)
+    if rows <= most:
+        return max(1, rows)
+    chunks = -(-rows // most)
+    even = -(-rows // chunks)
+    rounded = -(-even // LEAST_ROWS) * LEAST_ROWS
+    return rounded if rounded <= most else even

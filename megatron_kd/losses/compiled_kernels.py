@@ -9,13 +9,42 @@ import os
 
 import torch
 
+from megatron_kd.losses import eager_kernels
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
+from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
 
 logger = logging.getLogger(__name__)
 
 
+def _compiler_errors():
+    """Imported only when something is raised: the compiler takes seconds to import."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, getattr(exc, "FailOnRecompileLimitHit", ())
+
+
+def _or_eager(function):
+    """The eager twin where the compiler gives up (too many variants, a broken tool chain), said once."""
+    twin = getattr(eager_kernels, function.__name__)
+    given_up = []
+
+    @functools.wraps(function)
+    def call(*args):
+        if given_up:
+            return twin(*args)
+        try:
+            return function(*args)
+        except _compiler_errors() as error:  # raised before anything runs: no chunk is half written
+            given_up.append(error)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("%s is eager from here on: %s", function.__name__, reason)
+            return twin(*args)
+
+    return call
+
+
+@_or_eager
 def max_and_sums(z, inverse_taus):
-    m = None
     sums = []
     for inverse_tau in inverse_taus:
         m, total = _compiled().read(z, _scalar(inverse_tau, z))
@@ -23,12 +52,30 @@ def max_and_sums(z, inverse_taus):
     return m, torch.stack(sums)
 
 
+@_or_eager
 def to_gradient_(z, m, scales, inverse_taus):
     factors = [_scalar(x, z) for x in inverse_taus]
     if len(factors) == 1:
         _compiled().write_one(z, m, scales[0], factors[0])
     else:
         _compiled().write_two(z, m, scales[0], scales[1], *factors)
+    return z
+
+
+@_or_eager
+def full_sums(z, y, student, teacher, inverse_tau, options):
+    factor = _scalar(inverse_tau, z)
+    return _compiled().full_read(z, y, *student, *teacher, factor, options.objective, options.beta)
+
+
+@_or_eager
+def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+    kd, ce = weights
+    rest = (sums[0], sums[1], kd, _scalar(inverse_tau, z), options.objective, options.beta)
+    if ce is None:
+        _compiled().full_write(z, y, *student[:2], *teacher, *rest)
+    else:
+        _compiled().full_write_mixed(z, y, *student[:2], *teacher, *rest, student[2], ce)
     return z
 
 
@@ -61,6 +108,9 @@ class _Compiled:
         self.read = torch.compile(_read, dynamic=True, fullgraph=True)
         self.write_one = torch.compile(_write_one, dynamic=True, fullgraph=True)
         self.write_two = torch.compile(_write_two, dynamic=True, fullgraph=True)
+        self.full_read = torch.compile(_full_read, dynamic=True, fullgraph=True)
+        self.full_write = torch.compile(_full_write, dynamic=True, fullgraph=True)
+        self.full_write_mixed = torch.compile(_full_write_mixed, dynamic=True, fullgraph=True)
 
 
 @functools.cache
@@ -69,13 +119,13 @@ def _compiled() -> _Compiled:
 
 
 @functools.cache
-def _factor(value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype)
+def _factor(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _scalar(value, z):
     """A tensor, as a Python number would be compiled in and make a graph per temperature."""
-    return _factor(value, accumulation_dtype(z.dtype))
+    return _factor(value, accumulation_dtype(z.dtype), z.device)
 
 
 def _read(z, inverse_tau):
@@ -94,3 +144,26 @@ def _write_two(z, m, scale, other_scale, inverse_tau, other_inverse_tau):
     shifted = z.to(m.dtype) - m.unsqueeze(-1)
     first = (shifted * inverse_tau).exp() * scale.unsqueeze(-1)
     z.copy_(first + (shifted * other_inverse_tau).exp() * other_scale.unsqueeze(-1))
+
+
+def _full_read(z, y, m, log_sum, teacher_m, teacher_log_sum, inverse_tau, objective, beta):
+    log_q = log_probability(z, m, log_sum, inverse_tau)
+    log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
+    return torch.stack(row_sums(log_q, log_p, objective, beta))
+
+
+def _full_total(z, y, m, log_sum, teacher_m, teacher_log_sum, *rest):
+    divergence, from_student, kd, inverse_tau, objective, beta = rest
+    log_q = log_probability(z, m, log_sum, inverse_tau)
+    log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
+    return gradient(log_q, log_p, divergence, from_student, objective, beta) * kd.unsqueeze(-1)
+
+
+def _full_write(z, *rest):
+    z.copy_(_full_total(z, *rest))
+
+
+def _full_write_mixed(z, y, m, *rest):
+    *rest, log_sum_at_one, ce = rest
+    softmax = log_probability(z, m, log_sum_at_one, 1.0).exp()
+    z.copy_(_full_total(z, y, m, *rest) + softmax * ce.unsqueeze(-1))

@@ -77,7 +77,7 @@ def dense_kd_loss(
     shape, rows = check_logits(logits)
     shard = VocabShard.of(rows, vocab_size, tp_group)
     loss = TopKLoss.of(options, shard, target, labels, shape)
-    return finish(_DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
+    return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
 def check_logits(logits):
@@ -89,7 +89,9 @@ def check_logits(logits):
     return logits.shape[:2], logits.shape[2]
 
 
-class _DenseLoss(torch.autograd.Function):
+class DenseLoss(torch.autograd.Function):
+    """logits [N, Vp] and a loss that opens chunks (`topk_loss`, `full_loss`): one chunk of all rows."""
+
     @staticmethod
     def forward(ctx, logits, loss):
         every = slice(0, loss.rows.count)
@@ -100,7 +102,7 @@ class _DenseLoss(torch.autograd.Function):
         outputs = Outputs.blank(loss.rows, reading[0], loss.labels is not None)
         outputs.put_(loss.rows, every, *chunk.evaluate(reading))
         ctx.save_for_backward(z, *reading)
-        ctx.chunk, ctx.reading = chunk, type(reading)
+        ctx.chunk, ctx.reading = chunk, loss.Reading
         ctx.dtype, ctx.width = logits.dtype, logits.shape[-1]
         return outputs.hand_over(ctx)
 

@@ -5,6 +5,8 @@ Letters: n rows, Vp this rank's vocabulary, T temperatures.
 
 import torch
 
+from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+
 NEG_INF = float("-inf")
 # A block of this size stays in the cache between the few operations on it, so that together they
 # cost about one pass over memory.
@@ -65,3 +67,27 @@ def _exponential(block, shift, inverse_tau, out):
     if inverse_tau != 1:
         out.mul_(inverse_tau)
     return out.exp_()
+
+
+def full_sums(z, y, student, teacher, inverse_tau, options):
+    out = student[0].new_zeros(2, z.shape[0])
+    for rows in _blocks(z)[0] if z.numel() else ():
+        log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
+        log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
+        out[0, rows], out[1, rows] = row_sums(log_q, log_p, options.objective, options.beta)
+    return out
+
+
+def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+    kd, ce = weights
+    for rows in _blocks(z)[0] if z.numel() else ():
+        log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
+        log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
+        total = gradient(
+            log_q, log_p, sums[0, rows], sums[1, rows], options.objective, options.beta
+        ).mul_(kd[rows].unsqueeze(-1))
+        if ce is not None:
+            log_q = log_probability(z[rows], student[0][rows], student[2][rows], 1.0)
+            total.addcmul_(log_q.exp_(), ce[rows].unsqueeze(-1))
+        z[rows] = total.to(z.dtype)
+    return z

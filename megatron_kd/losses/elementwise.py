@@ -42,6 +42,21 @@ def to_gradient_(z, m, scales, inverse_taus):
     return _backend(z).to_gradient_(z, m, scales, inverse_taus)
 
 
+def full_sums(z, y, student, teacher, inverse_tau, options):
+    """z, y [n, Vp]; student, teacher: (m, log_sum) [n] each -> [2, n] divergence and KL(q || m)."""
+    return _backend(z, full=True).full_sums(z, y, student, teacher, inverse_tau, options)
+
+
+def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+    """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at temperature 1.
+
+    student: (m, log_sum, log_sum at temperature 1); sums [2, n] of `full_sums`; weights [n], [n] or
+        None.
+    """
+    kernels = _backend(z, full=True)
+    return kernels.full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options)
+
+
 @contextlib.contextmanager
 def use_backend(name: str):
     """Force a backend, for tests and measurements: eager, compiled or triton."""
@@ -54,14 +69,16 @@ def use_backend(name: str):
         _forced.pop()
 
 
-def _backend(z):
-    if z.shape[-1] == 0 or z.shape[0] == 0:
+def _backend(z, full=False):
+    """full: a pass over a pair of chunks, which has no kernel in Triton: the compiler writes it there."""
+    if z.numel() == 0:
         return eager_kernels
     if _forced:
-        return BACKENDS[_forced[-1]]
-    if z.is_cuda:
+        forced = BACKENDS[_forced[-1]]
+        return compiled_kernels if full and forced is triton_kernels else forced
+    if z.is_cuda and not full:
         return triton_kernels if triton_kernels.available() else eager_kernels
-    large = z.device.type == "cpu" and z.numel() >= LEAST_COMPILED_ELEMENTS
+    large = z.device.type in ("cpu", "cuda") and z.numel() >= LEAST_COMPILED_ELEMENTS
     return compiled_kernels if large and compiled_kernels.available() else eager_kernels
 
 

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.losses.elementwise import NEG_INF, max_and_sums, to_gradient_
-
-# Stands for a logit that is infinitely far down: finite, so that 0 * log q is 0.
-FARTHEST_NATS = -1e30
+from megatron_kd.losses.full_formulas import FARTHEST_NATS
 
 
 @dataclass(frozen=True)

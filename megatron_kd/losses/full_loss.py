@@ -1,0 +1,154 @@
+"""A divergence over the whole vocabulary, from both models' logits of one chunk at a time.
+
+With q and p the two distributions at the temperature (rows of student logits z and teacher logits
+y):
+
+    forward_kl   L = sum p (log p - log q)                    tau dL/dz = q - p reverse_kl   L = sum
+    q (log q - log p)                    tau dL/dz = q (log q - log p - L) jsd          L = beta
+    KL(p || m) + (1 - beta) KL(q || m)  tau dL/dz = (1 - beta) q (log q - log m - KL(q || m))
+
+Three passes over the chunk pair: normalisers, the sums, and the gradient in place of z. Under TP
+    one
+MAX and one SUM follow the first, one SUM the second.
+
+Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, n rows of a
+    chunk,
+T temperatures.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.losses.elementwise import full_gradient_, full_sums, max_and_sums
+from megatron_kd.losses.rows import Rows
+from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.topk_loss import check_index, check_labels, inverse_temperatures
+from megatron_kd.losses.vocab_parallel import VocabShard
+
+
+class FullReading(NamedTuple):
+    m: torch.Tensor  # [n] the student's largest logit, over all shards
+    log_sums: torch.Tensor  # [n, T] log sum exp((z - m) / tau)
+    teacher_m: torch.Tensor  # [n]
+    teacher_log_sum: torch.Tensor  # [n]
+    z_y: torch.Tensor  # [n] the label's logit; 0 without labels
+    sums: torch.Tensor  # [n, 2] the divergence, and KL(q || m) for jsd
+
+
+@dataclass(frozen=True)
+class FullLoss:
+    """A divergence bound to a source of teacher logits and to this rank's vocabulary.
+
+    teacher_logits: an object with start(chunk_rows), stop() and a call chunk -> [n, valid].
+    """
+
+    Reading = FullReading
+    tensors_per_chunk = 2
+
+    options: Divergence
+    shard: VocabShard
+    rows: Rows
+    labels: torch.Tensor | None  # [N]
+    teacher_logits: Any = field(repr=False)
+
+    @classmethod
+    def of(cls, options, shard, labels, shape, teacher_logits, index=None) -> "FullLoss":
+        if options.ce_weight and labels is None:
+            raise ValueError(f"ce_weight {options.ce_weight} needs labels [S, B]; got None")
+        rows = Rows(shape[0] * shape[1], check_index(index))
+        return cls(options, shard, rows, check_labels(labels, shape, shard), teacher_logits)
+
+    def start(self, chunk_rows: int) -> None:
+        self.teacher_logits.start(self.rows, chunk_rows)
+
+    def stop(self) -> None:
+        self.teacher_logits.stop()
+
+    def open(self, chunk: slice) -> "FullChunk":
+        labels = None if self.labels is None else self.rows.take(self.labels, chunk)
+        return FullChunk(self, self.teacher_logits(chunk), labels)
+
+
+class FullChunk:
+    """n rows of a `FullLoss`, with the teacher's logits of them."""
+
+    def __init__(self, loss: FullLoss, y, labels):
+        self.loss, self.y, self.labels = loss, y, labels  # y [n, valid]
+        self.taus = inverse_temperatures(loss.options, loss.labels)
+
+    def read_(self, z) -> FullReading:
+        group = self.loss.shard.group
+        m, sums = max_and_sums(z, self.taus)
+        teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1])
+        z_y = self._label_logit(z, m)
+        if group is not None:
+            local = torch.stack([m, teacher_m])
+            peaks = local.clone()
+            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
+            factors = torch.tensor((*self.taus, self.taus[0]), dtype=m.dtype, device=m.device)
+            shifts = torch.stack([local[0] - peaks[0]] * len(self.taus) + [local[1] - peaks[1]])
+            packed = torch.cat([sums, teacher_sums]) * (shifts * factors.unsqueeze(-1)).exp()
+            packed = torch.cat([packed, z_y.unsqueeze(0)])
+            dist.all_reduce(packed, group=group)
+            (m, teacher_m), z_y = peaks, packed[-1]
+            sums, teacher_sums = packed[: len(self.taus)], packed[len(self.taus) : -1]
+        if self.labels is not None:
+            beyond = self.labels >= self.loss.shard.vocab_size
+            z_y = torch.where(beyond, float("nan"), z_y)
+        log_sums, teacher_log_sum = sums.log(), teacher_sums[0].log()
+        options = self.loss.options
+        student, teacher = (m, log_sums[0]), (teacher_m, teacher_log_sum)
+        totals = full_sums(z, self.y, student, teacher, self.taus[0], options)
+        if group is not None:
+            dist.all_reduce(totals, group=group)
+        return FullReading(m, log_sums.T, teacher_m, teacher_log_sum, z_y, totals.T)
+
+    def _label_logit(self, z, m):
+        if self.labels is None or z.shape[-1] == 0:
+            return torch.zeros_like(m)
+        mine, index = self._label_column()
+        return torch.where(mine, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0).to(m.dtype)
+
+    def _label_column(self):
+        shard = self.loss.shard
+        mine = (self.labels >= shard.start) & (self.labels < shard.start + shard.valid)
+        return mine, torch.where(mine, self.labels - shard.start, 0).long()
+
+    def resume_(self, z) -> None:
+        """Reading leaves the logits as they are."""
+
+    def evaluate(self, reading: FullReading):
+        options = self.loss.options
+        loss = reading.sums[:, 0]
+        if options.temperature_squared:
+            loss = loss * options.temperature**2
+        lm_loss = None
+        if self.labels is not None:
+            lm_loss = reading.m + reading.log_sums[:, -1] - reading.z_y
+            lm_loss = torch.where(self.labels >= 0, lm_loss, 0.0)
+            if options.ce_weight:
+                loss = (1 - options.ce_weight) * loss + options.ce_weight * lm_loss
+        one = torch.ones_like(loss)
+        return loss, (lm_loss, one, one)
+
+    def differentiate_(self, z, reading: FullReading, upstream):
+        options = self.loss.options
+        upstream = upstream.to(reading.m.dtype)
+        kd = upstream * ((1 - options.ce_weight) * self.taus[0])
+        if options.temperature_squared:
+            kd = kd * options.temperature**2
+        ce = None
+        if options.ce_weight:
+            ce = torch.where(self.labels >= 0, upstream * options.ce_weight, 0.0)
+        log_sums = reading.log_sums.T
+        student = (reading.m, log_sums[0], log_sums[-1])
+        teacher = (reading.teacher_m, reading.teacher_log_sum)
+        full_gradient_(z, self.y, student, teacher, reading.sums.T, (kd, ce), self.taus[0], options)
+        if ce is not None and z.shape[-1]:
+            mine, index = self._label_column()
+            add = torch.where(mine, -ce, 0.0).to(z.dtype)
+            z.scatter_add_(-1, index.unsqueeze(-1), add.unsqueeze(-1))
+        return self.evaluate(reading)

@@ -1,0 +1,194 @@
+"""Full-vocabulary distillation with the teacher at hand; neither model's [S, B, V] logits exist.
+
+The loop of `fused_head` with two projections per chunk, the student's and the teacher's: student
+products as listed there, and one (in_forward) or two (recompute) of the teacher's.
+
+Letters: S sequence, B micro-batch, D and Dt hidden sizes of student and teacher, Vp this rank's
+vocabulary.
+"""
+
+from megatron_kd.losses.dense import DenseLoss, check_logits
+from megatron_kd.losses.full_loss import FullLoss
+from megatron_kd.losses.fused_head import Projection, check_hidden, compute_dtype, fused_loss
+from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.topk_loss import check_positions, finish
+from megatron_kd.losses.vocab_parallel import VocabShard, gather_sequence
+
+
+def fused_online_kd_loss(
+    hidden_states,
+    output_weight,
+    teacher_hidden_states,
+    teacher_output_weight,
+    *,
+    bias=None,
+    teacher_bias=None,
+    chunk_size="auto",
+    gradient="recompute",
+    token_weights=None,
+    supervised_index=None,
+    sequence_parallel=False,
+    gradient_accumulation_fusion=False,
+    memory_budget_bytes=None,
+    objective="forward_kl",
+    tail="none",
+    temperature=1.0,
+    temperature_squared=False,
+    beta=0.5,
+    labels=None,
+    ce_weight=0.0,
+    vocab_size=None,
+    tp_group=None,
+    return_metrics=False,
+):
+    """Per-token divergence from the whole teacher distribution to the student, in nats.
+
+    Args:
+        hidden_states, output_weight, bias: The student's, as for `fused_chunked_kd_loss`.
+        teacher_hidden_states: [S, B, Dt], or [S/tp, B, Dt] with sequence_parallel. No gradient.
+        teacher_output_weight: [Vp, Dt], the same rows of the vocabulary as output_weight.
+        teacher_bias: [Vp] or None.
+        chunk_size: Sequence positions per chunk, or "auto". Transient memory is a chunk of both
+            models' logits.
+        tail: Any of its values: nothing lies off a support that is the whole vocabulary, so all are
+            one.
+        vocab_size: Rows at or beyond it are padding in both weights: no mass, no gradient. Needed
+            where the two are padded differently (without TP).
+        The rest: as for `fused_chunked_kd_loss`.
+
+    Returns:
+        [S, B] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again); with
+        return_metrics a pair of it and `KDMetrics` (both masses are 1).
+
+    Raises:
+        ValueError: As for `fused_chunked_kd_loss`; or the two vocabularies are sharded or padded so
+            that their rows do not correspond.
+    """
+    options = Divergence(
+        objective=objective,
+        tail=tail,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        beta=beta,
+        ce_weight=ce_weight,
+    )
+    shape = check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group)
+    teacher_shape = check_hidden(
+        teacher_hidden_states, teacher_output_weight, teacher_bias, sequence_parallel, tp_group
+    )
+    check_positions("teacher_hidden_states", teacher_shape, shape)
+    shard = VocabShard.of(output_weight.shape[0], vocab_size, tp_group)
+    check_same_vocabulary(output_weight.shape[0], teacher_output_weight.shape[0], vocab_size, shard)
+    teacher = _TeacherProjection(
+        teacher_hidden_states.detach(),
+        teacher_output_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(),
+        shard,
+        compute_dtype(teacher_hidden_states, teacher_output_weight),
+        sequence_parallel and shard.group is not None,
+    )
+    loss = FullLoss.of(options, shard, labels, shape, teacher, supervised_index)
+    outputs = fused_loss(
+        hidden_states,
+        output_weight,
+        bias,
+        loss,
+        batch=shape[1],
+        chunk_size=chunk_size,
+        gradient=gradient,
+        token_weights=token_weights,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    return finish(outputs, shape, return_metrics)
+
+
+def dense_online_kd_loss(
+    logits,
+    teacher_logits,
+    *,
+    objective="forward_kl",
+    tail="none",
+    temperature=1.0,
+    temperature_squared=False,
+    beta=0.5,
+    labels=None,
+    ce_weight=0.0,
+    vocab_size=None,
+    tp_group=None,
+    return_metrics=False,
+):
+    """The same from logits that are there already: [S, B, Vp] each, of one vocabulary and sharding.
+
+    Neither is changed; one fp32 copy of logits is made and becomes the gradient. teacher_logits
+    gets no gradient. Keywords, result and errors as for `fused_online_kd_loss`.
+    """
+    options = Divergence(
+        objective=objective,
+        tail=tail,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        beta=beta,
+        ce_weight=ce_weight,
+    )
+    shape, rows = check_logits(logits)
+    teacher_shape, teacher_rows = check_logits(teacher_logits)
+    check_positions("teacher_logits", teacher_shape, shape)
+    shard = VocabShard.of(rows, vocab_size, tp_group)
+    check_same_vocabulary(rows, teacher_rows, vocab_size, shard)
+    teacher = _TeacherLogits(teacher_logits.detach().flatten(0, 1)[:, : shard.valid])
+    loss = FullLoss.of(options, shard, labels, shape, teacher)
+    return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
+
+
+def check_same_vocabulary(rows, teacher_rows, vocab_size, shard: VocabShard) -> None:
+    if rows == teacher_rows:
+        return
+    if shard.group is not None:
+        raise ValueError(
+            f"each rank holds {rows} rows of the student's vocabulary and {teacher_rows} of the "
+            "teacher's, so their shards are of different tokens: pad both to one size "
+            "(make_vocab_size_divisible_by)"
+        )
+    if vocab_size is None or vocab_size > teacher_rows:
+        raise ValueError(
+            f"the student's vocabulary has {rows} rows, the teacher's {teacher_rows}: give the number of "
+            "tokens both share as vocab_size, if the rest is padding; otherwise the models do not match"
+        )
+
+
+class _TeacherProjection:
+    """Teacher logits of a chunk, from its hidden states."""
+
+    def __init__(self, hidden, weight, bias, shard, dtype, sequence_parallel):
+        self.inputs = hidden, weight, bias
+        self.shard, self.dtype, self.sequence_parallel = shard, dtype, sequence_parallel
+        self.project = None
+
+    def start(self, rows, chunk_rows: int) -> None:
+        hidden, weight, bias = self.inputs
+        full = gather_sequence(hidden, self.shard.group) if self.sequence_parallel else hidden
+        self.project = Projection(
+            full.flatten(0, 1), weight, bias, rows, self.shard, self.dtype, chunk_rows
+        )
+
+    def stop(self) -> None:
+        self.project = None
+
+    def __call__(self, chunk: slice):
+        return self.project(chunk)[1]
+
+
+class _TeacherLogits:
+    def __init__(self, logits):
+        self.logits = logits  # [N, valid]
+
+    def start(self, rows, chunk_rows: int) -> None:
+        """They are there."""
+
+    def stop(self) -> None:
+        """They stay."""
+
+    def __call__(self, chunk: slice):
+        return self.logits[chunk]
