@@ -17,10 +17,21 @@ import torch
 from megatron_kd.data.publish import published_directory
 
 PROVENANCE = "import.json"
-CONVERTER = 2
+CONVERTER = 3
 """Raised whenever the same file would give another directory."""
 # Architectures whose weights this module reads, the dense decoders a student can be cut from.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_SETTINGS = {  # a GGUF field, without the architecture before it: the key of transformers
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -85,8 +96,9 @@ def import_gguf(
         return output
     with published_directory(output, overwrite=overwrite) as folder:
         reader = _open(gguf_file)
-        words = _load_tokenizer(tokenizer, reader)
-        model = _load_model(gguf_file, reader, _DTYPES[dtype])
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+        words = _load_tokenizer(tokenizer, fields)
+        model = _load_model(gguf_file.name, reader, fields, _DTYPES[dtype])
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.config, name, getattr(words, name))
             setattr(model.generation_config, name, getattr(words, name))
@@ -131,30 +143,46 @@ def _open(gguf_file: Path):
     return reader
 
 
-def _load_tokenizer(directory, reader):
+def _load_tokenizer(directory, fields: dict):
     if directory is not None:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(directory, use_fast=True)
     from megatron_kd.teacher.gguf_tokenizer import tokenizer_from_fields
 
-    fields = {key: field.contents() for key, field in reader.fields.items()}
     architecture = fields["general.architecture"]
     return tokenizer_from_fields(fields, max_length=fields.get(f"{architecture}.context_length"))
 
 
-def _load_model(gguf_file: Path, reader, dtype: torch.dtype):
-    """The model with dequantised weights, without accelerate (`from_pretrained` wants it)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    description = load_gguf_checkpoint(str(gguf_file), return_tensors=False)["config"]
+def _settings(name: str, fields: dict, *, tied: bool) -> dict:
+    """The transformers configuration of the model that the file's fields describe."""
+    architecture = fields["general.architecture"]
+    scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(
+            f"{name} scales its rotary embedding ({scaling}), which is not read here; use the "
+            "model's own Hugging Face directory"
+        )
+    settings = {
+        ours: fields[f"{architecture}.{theirs}"]
+        for theirs, ours in _SETTINGS.items()
+        if f"{architecture}.{theirs}" in fields
+    }
+    settings["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
     # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06. Take the shortest equal number.
     settings = {
         key: float(str(np.float32(value))) if isinstance(value, float) else value
-        for key, value in description.items()
+        for key, value in settings.items()
     }
-    config = AutoConfig.for_model(**settings)
+    return {**settings, "model_type": architecture, "tie_word_embeddings": tied}
+
+
+def _load_model(name: str, reader, fields: dict, dtype: torch.dtype):
+    """The model with dequantised weights; `from_pretrained` would want accelerate for it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    config = AutoConfig.for_model(**_settings(name, fields, tied=tied))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(_read_weights(reader, model, dtype), strict=False, assign=True)
@@ -162,7 +190,7 @@ def _load_model(gguf_file: Path, reader, dtype: torch.dtype):
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
     if missing:
         raise ValueError(
-            f"{gguf_file.name} holds no weights for {len(missing)} parameters of a "
+            f"{name} holds no weights for {len(missing)} parameters of a "
             f"{config.model_type} model, first {missing[0]}; use the model's own Hugging Face "
             "directory"
         )
@@ -189,8 +217,11 @@ def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     for tensor in track(
         reader.tensors, "dequantise", console=console, transient=True, disable=quiet
     ):
-        if tensor.name not in names:
-            continue
+        if tensor.name not in names:  # leaving it out would make another model of it
+            raise ValueError(
+                f"{architecture} models have no tensor {tensor.name}, which this file holds; use "
+                "the model's own Hugging Face directory"
+            )
         values = dequantize(tensor.data, tensor.tensor_type)
         values = processor.process(values, tensor.name, tensor_key_mapping={}, parsed_parameters={})
         weights[names[tensor.name]] = torch.from_numpy(np.copy(values.weights)).to(dtype)

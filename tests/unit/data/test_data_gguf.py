@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, GGUFWriter
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from megatron_kd import cli
 from megatron_kd.teacher.gguf import import_gguf, locate_gguf
@@ -85,6 +85,97 @@ def test_a_second_import_leaves_the_first_alone(smollm2_dir, capsys):
     assert (smollm2_dir / "config.json").stat().st_mtime_ns == before
     assert cli.main([*arguments, "--dtype", "bfloat16"]) == 1
     assert "--overwrite" in capsys.readouterr().err
+
+
+def write_model_file(path, config, *, drop=(), **more):
+    """A random Qwen3 model as a GGUF file, under the names the format gives its tensors."""
+    names = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    writer = GGUFWriter(path, "qwen3")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    fields = small_fields()
+    writer.add_tokenizer_model(fields["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"])
+    writer.add_token_list(fields["tokenizer.ggml.tokens"])
+    writer.add_token_types(fields["tokenizer.ggml.token_type"])
+    writer.add_token_merges(fields["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(fields["tokenizer.ggml.eos_token_id"])
+    for key, value in more.items():
+        if isinstance(value, str):
+            writer.add_string(key.replace("__", "."), value)
+        else:
+            writer.add_tensor(key.replace("__", "."), value)
+    for name, weight in model.state_dict().items():
+        if name not in drop:
+            stored = names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(stored, weight.detach().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+QWEN3 = dict(
+    vocab_size=7,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    rope_theta=5e5,
+    tie_word_embeddings=False,
+)
+
+
+def test_another_architecture_computes_the_same(tmp_path):
+    model = write_model_file(tmp_path / "tiny.gguf", Qwen3Config(**QWEN3)).eval()
+    assert (
+        cli.main(
+            [
+                "import-gguf",
+                "--gguf",
+                str(tmp_path / "tiny.gguf"),
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert got.config.head_dim == 8 and not got.config.tie_word_embeddings
+    tokens = torch.tensor([[2, 3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(got(tokens).logits, model(tokens).logits)
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "half", dtype="bfloat16")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("drop", "more", "words"),
+    [
+        (("model.layers.1.mlp.up_proj.weight",), {}, "no weights for 1 parameters"),
+        ((), {"rope_freqs__weight": np.ones(4, np.float32)}, "no tensor rope_freqs.weight"),
+        ((), {"qwen3__rope__scaling__type": "yarn"}, "scales its rotary embedding"),
+    ],
+)
+def test_models_that_would_come_out_different_are_refused(drop, more, words, tmp_path):
+    write_model_file(tmp_path / "tiny.gguf", Qwen3Config(**QWEN3), drop=drop, **more)
+    with pytest.raises(ValueError, match=words):
+        import_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def small_fields(**changes):
