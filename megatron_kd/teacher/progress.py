@@ -33,7 +33,8 @@ class CaptureProgress:
         self.positions = positions
         self.done = 0
         self._free_bytes = free_bytes
-        self._started = self._last_line = time.monotonic()
+        self._started = self._last = self._last_line = time.monotonic()
+        self._rate = self._longest_gap = 0.0
         self._estimated = False
         console = Console(stderr=True)
         self._bar = None
@@ -50,24 +51,48 @@ class CaptureProgress:
             self._task = self._bar.add_task(label, total=positions, rate="")
             self._bar.start()
 
+    def advance(self, positions: int) -> None:
+        """Call when rows come in."""
+        now = time.monotonic()
+        elapsed, gap = now - self._started, now - self._last
+        self._longest_gap = max(self._longest_gap, gap)
+        if self.done and (gap >= 0.1 * elapsed or self._longest_gap <= 0.05 * elapsed):
+            # Rows come in bursts, a batch at a time: only between bursts is their number over the
+            # time a rate.
+            self._rate = self.done / (self._last - self._started)
+        self._last = now
+        self.done += positions
+        if self.done >= self.positions:
+            self._rate = self.done / elapsed
+        if self._bar is not None:
+            rate = f"{self._rate:,.0f}/s" if self._rate else ""
+            self._bar.update(self._task, completed=self.done, rate=rate)
+        elif self._rate and now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            left = (self.positions - self.done) / self._rate
+            self._say(
+                f"{self.done:,} of {self.positions:,} positions, {self._rate:,.0f}/s, "
+                f"{_duration(left)} left"
+            )
+
     @property
     def wants_estimate(self) -> bool:
         return not self._estimated
 
     @property
     def ready_to_estimate(self) -> bool:
-        return time.monotonic() - self._started >= _ESTIMATE_AFTER_S or self.done >= self.positions
+        enough = time.monotonic() - self._started >= _ESTIMATE_AFTER_S
+        return self._rate > 0 and (enough or self.done >= self.positions)
 
     def estimate(self, bytes_per_position: float) -> None:
         """Says once what the whole work will take, from the rows made so far and their encoded
         size."""
         self._estimated = True
-        rate = self.done / max(time.monotonic() - self._started, 1e-9)
         total_bytes = bytes_per_position * self.positions
         self._say(
             f"estimate from {self.done:,} positions: {self.positions:,} positions at "
-            f"{rate:,.0f}/s take "
-            f"{_duration(self.positions / max(rate, 1e-9))} and {_size(total_bytes)} "
+            f"{self._rate:,.0f}/s take "
+            f"{_duration(self.positions / self._rate)} and {_size(total_bytes)} "
             f"({bytes_per_position:.0f} bytes/position)"
         )
         if self._free_bytes is not None and total_bytes > self._free_bytes:
@@ -75,20 +100,6 @@ class CaptureProgress:
                 f"warning: only {_size(self._free_bytes)} are free there; the capture will stop "
                 f"when the disk is full, "
                 "keep its finished shards, and go on when it is run again with more room"
-            )
-
-    def advance(self, positions: int) -> None:
-        self.done += positions
-        now = time.monotonic()
-        rate = self.done / max(now - self._started, 1e-9)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, rate=f"{rate:,.0f}/s")
-        elif now - self._last_line >= _LINE_EVERY_S:
-            self._last_line = now
-            left = (self.positions - self.done) / max(rate, 1e-9)
-            self._say(
-                f"{self.done:,} of {self.positions:,} positions, {rate:,.0f}/s, {_duration(left)} "
-                f"left"
             )
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class TransformersOptions:
 
     dtype: str = "auto"
     """"auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     """Padded tokens of one forward pass; a longer document runs alone."""
     device_map: str | None = None
     """None: one device (this rank's GPU where there is one). "auto" or a JSON object: spread by
