@@ -179,7 +179,7 @@ def _run_megatron(args, source: Path, common: dict) -> Tally:
         tokenizer=data["tokenizer"],
         template=data.get("template"),
         packing=data["packing"],
-        data=data["fingerprint"],
+        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
         engine={"name": "megatron-lm", "converted": True},
         sampling=sampling,
         **common,

@@ -99,6 +99,11 @@ def build_container(config: DistillConfig) -> ConfigContainer:
     prepared_length = data_sequence_length(container.dataset.open("train"))
     if prepared_length is not None:
         provider.seq_length = prepared_length
+    elif "seq_length" not in config.bridge.get("model", {}):
+        raise ConfigError(
+            "bridge.model.seq_length is required: the samples do not say what they were prepared "
+            "for"
+        )
     update(container, config.bridge, "bridge")
     _require(container)
     _fit_to_machine(container)

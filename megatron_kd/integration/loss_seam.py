@@ -135,9 +135,9 @@ class DistillationLoss:
                 **common,
             )
         elif config.impl == "sparse_chunked":
-            loss, metrics = sparse_chunked_kd_loss(
-                output, target, chunk_size=config.chunk_size, reuse_logits=True, **common
-            )
+            if config.chunk_size != "auto":
+                common["chunk_size"] = config.chunk_size
+            loss, metrics = sparse_chunked_kd_loss(output, target, reuse_logits=True, **common)
         else:
             loss, metrics = dense_kd_loss(output, target, **common)
         self._record(loss, metrics)

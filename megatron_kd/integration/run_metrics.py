@@ -127,10 +127,10 @@ def read_metrics(directory: str | Path) -> list[dict]:
 
 
 def keep_until(path: Path, iteration: int) -> None:
-    """Drop the records after `iteration`, which a resumed run writes again."""
+    """Drop the records a run resumed after `iteration` writes again; all of them at iteration 0."""
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path.parent) if record["iteration"] <= iteration]
+    kept = [r for r in read_metrics(path.parent) if 0 < iteration and r["iteration"] <= iteration]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(temporary, path)

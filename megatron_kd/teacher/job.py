@@ -243,7 +243,7 @@ def _resolve(job: CaptureJob) -> _Setting:
         sampling=sampling,
         template=data.get("template"),
         packing=data["packing"],
-        data=data["fingerprint"],
+        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
         temperatures=job.temperatures,
         hidden_size=described.hidden_size if job.hidden_dtype else 0,
         hidden_dtype=job.hidden_dtype or "float16",

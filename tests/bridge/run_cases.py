@@ -15,8 +15,12 @@ from megatron_kd.integration import cpu_backend
 
 def main() -> int:
     cpu_backend.activate()
+    import torch
+
     from megatron_kd.integration import bridge
 
+    # The host destroys a group that it made itself, and torchrun's store does not survive a second one.
+    torch.distributed.init_process_group("gloo")
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = from_recipe(case["config"], case["overrides"])
         try:
@@ -25,6 +29,7 @@ def main() -> int:
             traceback.print_exc()
             print(f"case failed: {case}", file=sys.stderr)
             return 1
+    torch.distributed.destroy_process_group()
     return 0
 
 

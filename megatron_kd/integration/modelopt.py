@@ -1,0 +1,297 @@
+"""Online distillation: the teacher resident beside the student, in ModelOpt's DistillationModel,
+with our criterion.
+
+ModelOpt builds both models, keeps the teacher out of checkpoints and widens pipeline messages to
+carry both. What is
+ours: the full-vocabulary loss (exact under tensor parallelism), the teacher's weights proven loaded
+    and frozen, and
+reports that the host adds up correctly.
+
+s: sequence positions on this rank, b: micro-batch, V: vocabulary, Vp: V / tp.
+"""
+
+from functools import partial
+
+import megatron.core.parallel_state as parallel_state
+import modelopt.torch.distill as mtd
+import torch
+from megatron.bridge.models.distillation_provider import convert_to_distillation_provider
+from megatron.bridge.training.post_training.distillation import ModelOptDistillConfig
+from megatron.bridge.training.state import GlobalState
+from megatron.core.utils import unwrap_model
+from modelopt.torch.distill.plugins.megatron import BaseLoss
+
+from megatron_kd.config import DistillConfig, LossConfig
+from megatron_kd.integration import teacher_check
+from megatron_kd.integration.forward_step import load_batch, sum_over_tokens, supervised_index
+from megatron_kd.losses import dense_online_kd_loss, fused_online_kd_loss
+from megatron_kd.typed_mapping import ConfigError
+
+OUTPUT_LAYERS = ("output_layer", "output_layer")
+
+# Fields that both models share: the ranks they live on and the numbers they compute with.
+SHARED_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "seq_length",
+    "pipeline_dtype",
+    "params_dtype",
+    "autocast_dtype",
+    "bf16",
+    "fp16",
+    "calculate_per_token_loss",
+    "make_vocab_size_divisible_by",
+)
+
+
+class FullVocabularyLogitsKLLoss(BaseLoss):
+    """ModelOpt criterion between the two output layers: our losses over the full vocabulary.
+
+    The loss balancers find the logits loss by "Logits" in the class's name. With `fused_online` the
+    output layers hand through their hidden states, and the criterion projects both, chunk by chunk.
+    """
+
+    def __init__(self, model_config, loss: LossConfig, vocab_size: int):
+        super().__init__(model_config)
+        self.loss = loss
+        self.vocab_size = vocab_size
+        self._student = self._teacher = None
+        self._batch = None
+        self.metrics = {}
+
+    def attach(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
+        """Remember both output layers; with `fused_online`, make them hand their input through."""
+        self._student, self._teacher = _OutputLayer(student), _OutputLayer(teacher)
+        if self.loss.impl == "fused_online":
+            self._student.pass_through()
+            self._teacher.pass_through()
+
+    def begin(self, labels, loss_mask, index) -> None:
+        """Give the micro-batch: labels and loss_mask [b, s], index [rows] of the supervised
+        positions.
+        """
+        self._batch = labels, loss_mask, index
+
+    def forward(self, predictions, targets):
+        """What both output layers returned → (loss [b, s] fp32, False, False): it is already
+        reduced over TP.
+        """
+        predictions, targets = self.pre_forward(predictions, targets)
+        labels, loss_mask, index = self._batch
+        group = parallel_state.get_tensor_model_parallel_group()
+        common = dict(
+            objective=self.loss.objective,
+            temperature=self.loss.temperature,
+            temperature_squared=self.loss.temperature_squared,
+            beta=self.loss.beta,
+            ce_weight=self.loss.ce_weight,
+            labels=labels.transpose(0, 1),
+            vocab_size=self.vocab_size,
+            tp_group=group if group.size() > 1 else None,
+            return_metrics=True,
+        )
+        if self.loss.impl == "fused_online":
+            loss, metrics = fused_online_kd_loss(
+                predictions,
+                self._student.weight,
+                targets,
+                self._teacher.weight,
+                bias=self._student.layer.bias,
+                teacher_bias=self._teacher.layer.bias,
+                chunk_size=self.loss.chunk_size,
+                supervised_index=index,
+                sequence_parallel=self._student.sequence_parallel,
+                **common,
+            )
+        else:
+            loss, metrics = dense_online_kd_loss(predictions, targets, **common)
+        self.metrics = {"kd loss": loss.detach().transpose(0, 1)}
+        if metrics.lm_loss is not None:
+            self.metrics["lm loss"] = metrics.lm_loss.transpose(0, 1)
+        return self.post_forward(loss, tp_reduce=False, is_sequence_parallel=False)
+
+
+class _OutputLayer:
+    """One model's output layer, and the weight its last call used (tied embeddings pass it in)."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.layer = model.output_layer
+        self.sequence_parallel = bool(getattr(self.layer, "sequence_parallel", False))
+        self.weight = self.layer.weight
+
+    def pass_through(self) -> None:
+        def forward(hidden_states, weight=None, runtime_gather_output=None):
+            if weight is not None:
+                self.weight = weight
+            return hidden_states, None
+
+        self.layer.forward = forward
+
+
+class OnlineConfig(ModelOptDistillConfig):
+    """ModelOpt's configuration with a criterion made when the model is: only the last pipeline
+    stage has one.
+
+    A criterion handed over beforehand would be emptied by the host's configuration overrides.
+    """
+
+    def __init__(self, loss: LossConfig, student_provider, vocab_size: int):
+        self._make = partial(FullVocabularyLogitsKLLoss, student_provider, loss, vocab_size)
+        super().__init__(skip_lm_loss=True)
+
+    @property
+    def criterion(self):
+        if not parallel_state.is_initialized() or not parallel_state.is_pipeline_last_stage():
+            return {}
+        return {OUTPUT_LAYERS: self._make()}
+
+    @criterion.setter
+    def criterion(self, value):
+        if value:
+            raise ConfigError("the criterion is made with the model; it cannot be set")
+
+
+class SumBalancer(mtd.DistillationLossBalancer):
+    """The logits loss, and nothing scaled by it.
+
+    ModelOpt's own balancer multiplies other losses by logits loss / loss: where the logits loss is
+    legitimately negative, it would maximise them.
+    """
+
+    def forward(self, loss_dict):
+        loss_dict.pop(mtd.loss_balancers.STUDENT_LOSS_KEY, None)
+        logits = next(value for key, value in loss_dict.items() if "Logits" in key)
+        return {
+            "kd_loss": logits,
+            "logits_loss": logits,
+            "intermediate_loss": torch.zeros_like(logits),
+        }
+
+
+def set_up(config: DistillConfig, container) -> "OnlineStep":
+    """Turn the container's model into student and teacher, and return the forward step for them.
+
+    Raises:
+        ConfigError: The teacher cannot stand beside this student.
+    """
+    from megatron_kd.integration.host_config import student_provider
+
+    student = container.model
+    teacher = student_provider(config.teacher.hf_path, load_weights=True)
+    for name in SHARED_FIELDS:
+        if hasattr(student, name):
+            setattr(teacher, name, getattr(student, name))
+    _check(config, container, student, teacher)
+    teacher.register_pre_wrap_hook(
+        partial(teacher_check.weights_are_loaded, hf_path=config.teacher.hf_path)
+    )
+    student.register_pre_wrap_hook(_attach)
+    vocab_size = student.vocab_size
+    # The converted provider copies later writes from student to teacher. Finalised providers have
+    # no field left to derive, so the student's sizes cannot overwrite the teacher's.
+    for provider in (student, teacher):
+        provider.finalize()
+    expected = teacher_check.shape_of(teacher)
+    kd_config = OnlineConfig(config.loss, student, vocab_size)
+    kd_config.loss_balancer = SumBalancer()
+    container.model = convert_to_distillation_provider(student, teacher, kd_config)
+    teacher.register_pre_wrap_hook(
+        partial(teacher_check.has_shape, provider=teacher, expected=expected)
+    )
+    return OnlineStep()
+
+
+def _check(config: DistillConfig, container, student, teacher) -> None:
+    if teacher.vocab_size != student.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.vocab_size} ids, the student {student.vocab_size}; online "
+            "distillation needs "
+            "one vocabulary. Distil offline: `megatron-kd capture --vocab-size` masks the "
+            "teacher's padding rows"
+        )
+    if student.pipeline_model_parallel_size > 1 and container.train.eval_iters:
+        raise ConfigError(
+            "this host evaluates a distillation model with messages sized for the student alone, "
+            "so pipeline "
+            "parallelism and evaluation exclude each other online; set bridge.train.eval_iters=0"
+        )
+    if getattr(student, "virtual_pipeline_model_parallel_size", None):
+        raise ConfigError(
+            "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
+        )
+
+
+def _attach(model: list) -> list:
+    """Pre-wrap hook, after the weights: connect criterion and output layers, check that the teacher
+    is frozen.
+    """
+    for chunk in model:
+        teacher_check.is_frozen(chunk.teacher_model)
+        chunk.compute_language_model_loss = _no_language_model_loss
+        chunk.teacher_model.compute_language_model_loss = _no_language_model_loss
+        for criterion in chunk.loss_modules:
+            if isinstance(criterion, FullVocabularyLogitsKLLoss):
+                criterion.attach(chunk, chunk.teacher_model)
+    return model
+
+
+def _no_language_model_loss(labels, output):
+    """The criterion computes the loss to the label in the same pass; this one would need the
+    logits.
+    """
+    return torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+
+
+class OnlineStep:
+    """Callable for `pretrain`: both models' forward; the losses are formed in the loss function."""
+
+    def __call__(
+        self, state: GlobalState, data_iterator, model, return_schedule_plan: bool = False
+    ):
+        state.timers("batch-generator", log_level=2).start()
+        batch, host_mask = load_batch(data_iterator, model)
+        state.timers("batch-generator").stop()
+        distilled = unwrap_model(model)
+        criteria = [c for c in distilled.loss_modules if isinstance(c, FullVocabularyLogitsKLLoss)]
+        for criterion in criteria:
+            mask = batch["loss_mask"]
+            criterion.begin(batch["labels"], mask, supervised_index(host_mask, mask.device))
+        output = model(
+            input_ids=batch.get("tokens"),
+            position_ids=batch.get("position_ids"),
+            attention_mask=None,
+            labels=batch.get("labels"),
+        )
+        check = state.cfg.rerun_state_machine.check_for_nan_in_loss
+        return output, partial(
+            _online_loss,
+            model=distilled,
+            criteria=criteria,
+            loss_mask=batch.get("loss_mask"),
+            sample_index=batch.get("sample_index") if check else None,
+        )
+
+
+def _online_loss(output, *, model, criteria, loss_mask, sample_index):
+    losses = model.compute_kd_loss(
+        student_loss=output.new_zeros(()),
+        loss_reduction_fn=partial(_masked_sum, loss_mask=loss_mask),
+    )
+    metrics = {name: value for criterion in criteria for name, value in criterion.metrics.items()}
+    _, tokens, reports = sum_over_tokens(
+        output, loss_mask=loss_mask, metrics=metrics, sample_index=None
+    )
+    if sample_index is not None:
+        from megatron_kd.integration.sample_guard import check_finite
+
+        check_finite(losses["kd_loss"], sample_index)
+    return losses["kd_loss"], tokens, reports
+
+
+def _masked_sum(loss, *, loss_mask):
+    values, _, _ = loss
+    return torch.sum(values.float() * loss_mask.float())
