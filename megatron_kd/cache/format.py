@@ -287,6 +287,9 @@ def publish(path: Path, payload: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except FileNotFoundError:  # swept by a worker that found everything finished, this file too
+        if not path.exists():
+            raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -220,7 +220,7 @@ def publish_manifest(
         publish(folder / name, canonical_json(manifest).encode())
     for file in (folder / ENTRY_FOLDER).glob("shard-*.json"):
         file.unlink(missing_ok=True)
-    for stale in folder.glob(".*.tmp"):  # left by killed writers
+    for stale in folder.rglob(".*.tmp"):  # left by killed writers
         stale.unlink(missing_ok=True)
     return manifest
 
