@@ -18,7 +18,7 @@ _said: set[tuple] = set()
 BYTES_PER_LOGIT = 4
 # What "auto" lets a chunk's logits take where the caller names no budget. Of an accelerator with less
 # memory than that asks for, a share.
-DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 DEVICE_SHARE = 1 / 64
 # Below this many rows the products themselves lose efficiency; above the other nothing is won.
 LEAST_ROWS, MOST_ROWS = 128, 16384

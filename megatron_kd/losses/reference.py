@@ -23,7 +23,8 @@ def topk_loss(logits, target: TopKTarget, options: Divergence, labels=None, voca
         spare = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool)
         on_support = spare.scatter(-1, torch.where(keep, ids, logits.shape[-1]), True)[..., :-1]
         exists = ~on_support.all(-1, keepdim=True)
-        log_r = log_q.masked_fill(on_support, -1e300).logsumexp(-1, keepdim=True)
+        lowest = torch.finfo(log_q.dtype).min
+        log_r = log_q.masked_fill(on_support, lowest).logsumexp(-1, keepdim=True)
         rho = (1 - torch.where(keep, log_p.exp(), 0.0).sum(-1, keepdim=True)).clamp(min=0)
         if options.objective == "reverse_kl":
             rho = rho.clamp(min=2.0**-23)
