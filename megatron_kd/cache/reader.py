@@ -20,7 +20,7 @@ from megatron_kd.cache.mapped_shard import MappedShard, check_shard_bytes
 from megatron_kd.cache.storage import open_storage
 
 DEFAULT_OPEN_SHARDS = 128
-RESIDENT_BYTES = 64 << 20  # mapped pages touched before they are handed back to the page cache
+RESIDENT_BYTES = 16 << 20  # of samples read before mapped pages are handed back to the page cache
 HALF_TO_FLOAT = (
     np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
 )  # faster than a cast
@@ -93,6 +93,7 @@ class CacheReader:
         self.manifest, self.spec, self._entries = parse_manifest(
             text, f"{self.path}/{MANIFEST_NAME}"
         )
+        self._storage.name_space = f"{self.fingerprint[:16]}-"
         self._first_sample = np.array(
             [entry.first_sample for entry in self._entries], dtype=np.int64
         )

@@ -25,7 +25,7 @@ class Directory:
     """Files read in place."""
 
     def __init__(self, path: str):
-        self.folder = Path(path)
+        self.folder, self.name_space = Path(path), ""
 
     def read_text(self, name: str) -> str | None:
         file = self.folder / name
@@ -37,6 +37,9 @@ class Directory:
         return self.folder / name
 
 
+_KEPT = ("url", "max_local_bytes", "name_space", "_given")  # what a pickled Remote takes along
+
+
 class Remote:
     """Files copied here when first used; the oldest copies go when there are too many bytes.
 
@@ -46,6 +49,9 @@ class Remote:
 
     def __init__(self, url: str, local_folder, max_local_bytes: int):
         self.url, self.max_local_bytes = url.rstrip("/"), max_local_bytes
+        self.name_space = (
+            ""  # set by the reader: copies of other caches are not taken for this one's
+        )
         self._given = None if local_folder is None else Path(local_folder)
         self._forget()
 
@@ -54,7 +60,7 @@ class Remote:
         self._owner: int | None = None
 
     def __getstate__(self) -> dict:
-        return {name: getattr(self, name) for name in ("url", "max_local_bytes", "_given")}
+        return {name: getattr(self, name) for name in _KEPT}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -91,7 +97,7 @@ class Remote:
                 f"{self.max_local_bytes}; raise max_local_bytes"
             )
         folder = self._local_folder()
-        copy = folder / name
+        copy = folder / f"{self.name_space}{name}"
         if copy.exists() and copy.stat().st_size == expected_bytes:
             os.utime(copy)
             return copy
@@ -115,7 +121,7 @@ class Remote:
 
     def _make_room(self, folder: Path, needed_bytes: int) -> None:
         copies = []
-        for file in folder.glob("shard-*"):
+        for file in folder.glob("*shard-*.safetensors"):
             try:
                 status = file.stat()
             except FileNotFoundError:  # another process made room
