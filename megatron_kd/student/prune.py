@@ -68,6 +68,8 @@ def write_student(
         weights = {}
         for name, weight in _teacher_weights(teacher):
             layer, inner, axes = locate(name)
+            if name in selection.norm_gains:
+                weight = (weight.double() * selection.norm_gains[name]).to(weight.dtype)
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             if layer is None:

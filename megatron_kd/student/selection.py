@@ -1,7 +1,7 @@
 """What a student keeps: layers, key/value groups, feed-forward and hidden channels."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class Selection:
     """For each kept layer, the feed-forward channels it keeps."""
     hidden: Channels
     """The hidden channels, the same in every layer."""
+    norm_gains: Mapping[str, float] = field(default_factory=dict)
+    """Factor for each norm's weight, by the teacher's parameter name; absent ones stay."""
 
 
 def evenly_spaced_layers(total: int, keep: int) -> Channels:
