@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("batch-tokens", int, "tokens of one forward pass, padding included"),
         ("device-map", str, "transformers: auto, or a JSON object"),
         ("attention", str, "transformers: attention implementation"),
-        ("tensor-parallel", int, "vllm, megatron: ranks that share the teacher"),
+        ("tensor-parallel", int, "vllm, megatron: GPUs that share each layer"),
+        ("pipeline-parallel", int, "megatron: ranks that share the layers out"),
         ("max-model-len", int, "vllm: longest prompt"),
         ("gpu-memory-utilization", float, "vllm: share of the GPU"),
         ("concurrency", int, "servers: requests under way at once"),
@@ -89,6 +90,7 @@ _ENGINE_OPTIONS = (
     "device_map",
     "attention",
     "tensor_parallel",
+    "pipeline_parallel",
     "max_model_len",
     "gpu_memory_utilization",
     "concurrency",
@@ -132,14 +134,22 @@ def run(args: argparse.Namespace) -> int:
         )
         for name, path in splits.items()
     }
+    engine = engine_class(args.engine)
+    spans_ranks = getattr(engine, "spans_ranks", False)
     if args.worker:
         worker = Worker.parse(args.worker)
     else:
-        spans_ranks = getattr(engine_class(args.engine), "spans_ranks", False)
         worker = Worker.from_environment(os.environ, ranks=not spans_ranks)
     try:
         with stoppable():
-            complete = capture(jobs, worker)
+            if spans_ranks:
+                options = next(iter(jobs.values()))[0].engine_options()
+                with engine.session(options) as leads:
+                    if not leads:
+                        return 0
+                    complete = capture(jobs, worker)
+            else:
+                complete = capture(jobs, worker)
     except Stopped as stop:
         print(
             f"megatron-kd capture: stopped by {stop}; finished shards are kept. Run the same "

@@ -22,6 +22,7 @@ ENGINES = {
     "transformers": ("megatron_kd.teacher.transformers_engine", "TransformersEngine"),
     "vllm": ("megatron_kd.teacher.vllm_engine", "VllmEngine"),
     "vllm-server": ("megatron_kd.teacher.vllm_server_engine", "VllmServerEngine"),
+    "megatron": ("megatron_kd.teacher.megatron_engine", "MegatronEngine"),
     "sglang": ("megatron_kd.teacher.sglang_engine", "SglangEngine"),
 }
 

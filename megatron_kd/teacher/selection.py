@@ -47,11 +47,7 @@ def select(
     else:
         ids = largest(logprobs, request.topk)
         kept = logprobs.gather(-1, ids)
-        if request.top_p < 1.0:
-            # Mass before a candidate: the one that reaches top_p is still kept, and so is the
-            # first.
-            before = kept.double().exp().cumsum(-1) - kept.double().exp()
-            kept = kept.masked_fill(before >= request.top_p, -torch.inf)
+        kept = cut_mass(kept, request.top_p)
     unused = kept == -torch.inf
     return ids.masked_fill(unused, -1).int(), kept, log_z
 
@@ -79,6 +75,33 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     ids = ids.sort(-1).values
     order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, order)
+
+
+def cut_mass(kept: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Falling log-probabilities [r, K] with those after the one that reaches top_p set to -inf."""
+    if top_p >= 1.0:
+        return kept
+    mass = kept.double().exp()
+    return kept.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)
+
+
+def merge_draws(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws to distinct ids and the logarithms of their shares, falling; empty slots have -inf and
+    id 0.
+
+    Args:
+        ids: [r, count] int64, ids drawn with replacement.
+    """
+    ids = ids.sort(-1).values
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    slot = first.long().cumsum(-1) - 1
+    weights = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    weights.scatter_add_(-1, slot, torch.ones_like(weights))
+    merged = torch.zeros_like(ids).scatter_(-1, slot, ids)
+    kept = (weights / count).log()  # an empty slot: log 0 = -inf
+    order = kept.sort(dim=-1, descending=True, stable=True).indices
+    return merged.gather(-1, order), kept.gather(-1, order)
 
 
 def order_rows(ids: np.ndarray, logprobs: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,18 +137,8 @@ def draws_of(tokens: np.ndarray, rows: np.ndarray, request: RowRequest) -> np.nd
 def _draw(
     logprobs: torch.Tensor, count: int, uniforms: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` draws with replacement from each row; equal ids merge into one slot of weight draws /
-    count."""
+    """`count` draws with replacement from each row, by inverting its distribution function."""
     cumulative = logprobs.double().exp().cumsum(-1)  # [r, V]
     points = torch.from_numpy(uniforms).to(logprobs.device) * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, points, right=True).clamp_(max=logprobs.shape[-1] - 1)
-    ids = ids.sort(-1).values
-    first = torch.ones_like(ids, dtype=torch.bool)
-    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    slot = first.long().cumsum(-1) - 1
-    weights = torch.zeros_like(logprobs[:, :1]).expand(-1, count).clone()
-    weights.scatter_add_(-1, slot, torch.full_like(weights, 1.0))
-    merged = torch.full_like(ids, -1).scatter_(-1, slot, ids)
-    kept = (weights / count).log()  # an empty slot: log 0 = -inf
-    order = kept.sort(dim=-1, descending=True, stable=True).indices
-    return merged.gather(-1, order).clamp(min=0), kept.gather(-1, order)
+    return merge_draws(ids, count)

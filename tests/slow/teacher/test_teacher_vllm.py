@@ -94,9 +94,9 @@ def server(smollm2, vllm_python, vllm_environment, tmp_path_factory):
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [
-        vllm_python.with_name("vllm"),
-        "serve",
-        smollm2,
+        vllm_python,
+        *("-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` asks for a package named vllm
+        *("--model", smollm2),
         *("--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "1024"),

@@ -1,0 +1,78 @@
+"""The top-K merged over vocabulary shards is the top-K of the whole, ties, draws and normalisers
+included."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+
+from megatron_kd.teacher.engine import EngineError, RowRequest
+from megatron_kd.teacher.selection import draws_of, select
+from megatron_kd.teacher.sharded_selection import select_sharded
+
+ROWS = 37
+CASES = {
+    # name: (columns, request); columns beyond vocab_size are padding, spread over the last shards
+    "plain": (96, dict(topk=7, vocab_size=96)),
+    "padding": (96, dict(topk=7, vocab_size=61)),
+    "a shard of padding only": (96, dict(topk=7, vocab_size=20)),
+    "more than a shard holds": (96, dict(topk=50, vocab_size=90)),
+    "everything": (96, dict(topk=90, vocab_size=90)),
+    "temperatures": (96, dict(topk=3, vocab_size=61, temperatures=(0.5, 4.0))),
+    "top_p": (96, dict(topk=20, vocab_size=96, top_p=0.6)),
+    "random": (96, dict(topk=30, vocab_size=61, sampling="random")),
+}
+
+
+def logits_of(columns, levels):
+    generator = torch.Generator().manual_seed(columns + levels)
+    logits = torch.randn(ROWS, columns, generator=generator) * 3
+    logits[:, -5:] += 30.0  # padding must win if it is not masked
+    return (logits * levels).round() / levels  # few levels: ties within and between shards
+
+
+def all_cases(rank):
+    found = {}
+    world = dist.get_world_size()
+    for name, (columns, fields) in CASES.items():
+        request = RowRequest(**fields)
+        for levels in (1, 1000):
+            part = columns // world
+            local = logits_of(columns, levels)[:, rank * part : (rank + 1) * part]
+            uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
+            got = select_sharded(local, rank * part, request, uniforms, dist.group.WORLD)
+            found[name, levels] = got
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equal_to_the_whole_vocabulary(world):
+    ranks = run_ranks(world, all_cases)
+    for (name, levels), (ids, logprobs, log_z) in ranks[0].items():
+        columns, fields = CASES[name]
+        request = RowRequest(**fields)
+        uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
+        want_ids, want_logprobs, want_z = select(logits_of(columns, levels), request, uniforms)
+        assert ids.tolist() == want_ids.tolist(), (name, levels)
+        torch.testing.assert_close(logprobs, want_logprobs, atol=1e-5, rtol=0)
+        assert log_z.keys() == want_z.keys()
+        for tau in log_z:
+            torch.testing.assert_close(log_z[tau], want_z[tau], atol=1e-5, rtol=0)
+        for other in ranks[1:]:
+            assert torch.equal(other[name, levels][0], ids)
+            assert torch.equal(other[name, levels][1], logprobs)
+
+
+def nan_on_one_shard(rank):
+    logits = torch.zeros(3, 8)
+    if rank == 1:
+        logits[1, 2] = torch.nan
+    try:
+        select_sharded(logits, 8 * rank, RowRequest(topk=2, vocab_size=16), None, dist.group.WORLD)
+    except EngineError:
+        return "refused"
+
+
+def test_nan_on_one_shard_is_refused_by_all():
+    assert run_ranks(2, nan_on_one_shard) == ["refused", "refused"]
