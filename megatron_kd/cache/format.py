@@ -145,7 +145,9 @@ class CacheSpec:
             )
         try:
             return cls(**values)
-        except (TypeError, AttributeError) as error:
+        except CacheError:
+            raise
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
             raise CacheError(
                 f"description of a cache has a value of the wrong type: {error}"
             ) from error
@@ -259,7 +261,7 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
 
 def parse_json(text: str, where: str) -> dict:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CacheError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -313,5 +315,8 @@ def file_checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"{text} is not a finite number")
+    return value
