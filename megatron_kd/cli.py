@@ -1,12 +1,13 @@
 """The `megatron-kd` command: a table of sub-commands, each imported only when it is called.
 
-A sub-command is a module with `add_arguments(parser)` and `run(args) -> int` (the exit status). Its docstring's first
-line is its help text.
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int` (the exit status). Its
+docstring's first line is its help text.
 """
 
 import argparse
 import importlib
 import sys
+import warnings
 
 COMMANDS = {
     # name: (module, one-line help; the module is imported only when its command is used)
@@ -17,16 +18,23 @@ COMMANDS = {
     "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
     "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),
     "convert": ("megatron_kd.cache.convert", "another tool's captures as a cache"),
+    "report": ("megatron_kd.report.command", "what a run achieved, as a table and a PNG"),
+    "compare": ("megatron_kd.report.compare", "loss curves of several runs against the first"),
+    "held-out-kl": ("megatron_kd.report.held_out", "KL(teacher || student) on held-out sequences"),
 }
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-kd", description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument(
+        "command", choices=sorted(COMMANDS), metavar="COMMAND", help=", ".join(COMMANDS)
+    )
     parser.epilog = "\n".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = parser.parse_args(arguments[:1]).command
+    # nvidia-modelopt depends on a package whose mere presence makes PyTorch warn at every start.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated")
     command = importlib.import_module(COMMANDS[name][0])
     sub = argparse.ArgumentParser(prog=f"megatron-kd {name}", description=command.__doc__)
     sub.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -52,6 +52,9 @@ class DistillationLoss:
         self.output_layer = model.output_layer
         self.mtp_heads = getattr(model.config, "mtp_num_layers", None) or 0
         self.sequence_parallel = bool(getattr(self.output_layer, "sequence_parallel", False))
+        self.gradient_accumulation_fusion = bool(
+            getattr(model.config, "gradient_accumulation_fusion", False)
+        )
         self.tp_group = model.pg_collection.tp if model.pg_collection.tp.size() > 1 else None
         self._model = model
         self._project = self.output_layer.forward
@@ -132,6 +135,7 @@ class DistillationLoss:
                 token_weights=batch.loss_mask.transpose(0, 1),
                 supervised_index=batch.supervised_index,
                 sequence_parallel=self.sequence_parallel,
+                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
                 **common,
             )
         elif config.impl == "sparse_chunked":

@@ -16,7 +16,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from tqdm import tqdm
 
-FILE_NAME = "metrics.jsonl"
+from megatron_kd.report.metrics_file import FILE_NAME, PEAK_MEMORY, read_metrics
 
 
 class RunMetrics(Callback):
@@ -100,9 +100,7 @@ class RunMetrics(Callback):
         peaks = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(peaks, torch.cuda.max_memory_allocated())
         if self._writes:
-            (self.directory / "peak_memory.json").write_text(
-                json.dumps({"peak_bytes_by_rank": peaks})
-            )
+            (self.directory / PEAK_MEMORY).write_text(json.dumps({"peak_bytes_by_rank": peaks}))
 
     def _write(self, **record) -> None:
         with open(self.directory / FILE_NAME, "a") as metrics:
@@ -113,17 +111,6 @@ def writes_metrics(model) -> bool:
     """Whether this rank has the losses and is the one to record them."""
     groups = get_pg_collection(model)
     return is_pp_last_stage(groups.pp) and groups.dp_cp.rank() == 0 and groups.tp.rank() == 0
-
-
-def read_metrics(directory: str | Path) -> list[dict]:
-    """The records of a run, in order; a last line cut short by a crash is left out."""
-    records = []
-    for line in (Path(directory) / FILE_NAME).read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 def keep_until(path: Path, iteration: int) -> None:

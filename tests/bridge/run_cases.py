@@ -1,7 +1,7 @@
 """Run several recipes one after another in one group of ranks: torchrun run_cases.py CASES.json
 
-CASES.json holds a list of {"config": path, "overrides": [...]}. Importing the host takes longer than a small run, so
-tests share a launch. Each case writes its metrics to its own output_dir.
+CASES.json holds a list of {"config": path, "overrides": [...]}. Importing the host takes longer
+than a small run, so tests share a launch. Each case writes its metrics to its own output_dir.
 """
 
 import json
@@ -19,7 +19,8 @@ def main() -> int:
 
     from megatron_kd.integration import bridge
 
-    # The host destroys a group that it made itself, and torchrun's store does not survive a second one.
+    # The host destroys a group that it made itself, and torchrun's store does not survive a second
+    # one.
     torch.distributed.init_process_group("gloo")
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = from_recipe(case["config"], case["overrides"])

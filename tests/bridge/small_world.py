@@ -10,6 +10,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_kd.cache import CacheWriter
+from megatron_kd.data.sequences import SequenceWriter
 
 VOCAB_SIZE = 500  # not a multiple of anything the host pads to
 SEQUENCE_LENGTH = 32
@@ -74,14 +75,45 @@ def write_cache(directory: Path, teacher: LlamaForCausalLM, samples, *, topk: in
             writer.append(tokens, mask, ids, values)
 
 
+def write_sequences(directory: Path, samples) -> None:
+    """The same samples as prepared data, for online runs."""
+    directory.mkdir(parents=True)
+    writer = SequenceWriter(directory)
+    for tokens, mask in samples:
+        writer.append(tokens.numpy(), mask.numpy(), [0, len(tokens)])
+    writer.close(
+        split=directory.name,
+        seq_length=SEQUENCE_LENGTH,
+        packing="none",
+        tokenizer="none",
+        vocab_size=VOCAB_SIZE,
+        template=None,
+    )
+
+
+def online(directory: Path, impl: str) -> list[str]:
+    """Overrides that turn the recipe into an online one."""
+    return [
+        "mode=online",
+        f"teacher.hf_path={directory}/teacher",
+        f"data.path={directory}/data",
+        f"loss.impl={impl}",
+    ]
+
+
 def build(directory: Path, *, student_layers: int = 2, tied: bool = False) -> Path:
     """Everything a recipe needs below `directory`, and the recipe itself; returns the recipe's
     path.
     """
     teacher = llama(directory / "teacher", layers=3, hidden=64, seed=1)
     llama(directory / "student", layers=student_layers, hidden=32, seed=2, tied=tied)
-    write_cache(directory / "cache" / "train", teacher, documents(TRAIN_SAMPLES, seed=3))
-    write_cache(directory / "cache" / "validation", teacher, documents(VALIDATION_SAMPLES, seed=4))
+    samples = {
+        "train": documents(TRAIN_SAMPLES, seed=3),
+        "validation": documents(VALIDATION_SAMPLES, seed=4),
+    }
+    for split, documents_of_split in samples.items():
+        write_cache(directory / "cache" / split, teacher, documents_of_split)
+        write_sequences(directory / "data" / split, documents_of_split)
     recipe = {
         "mode": "offline",
         "output_dir": str(directory / "run"),

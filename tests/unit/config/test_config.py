@@ -1,0 +1,99 @@
+"""Recipes: includes, overrides, and every refusal naming its key, what is allowed, and the nearest
+match.
+"""
+
+import pytest
+import yaml
+
+from megatron_kd.config import from_recipe
+from megatron_kd.typed_mapping import ConfigError
+
+MINIMAL = {"output_dir": "out", "student": {"hf_path": "s"}, "cache": {"path": "c"}}
+
+
+def recipe(tmp_path, content, name="recipe.yaml"):
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_defaults_are_an_offline_fused_run(tmp_path):
+    config = from_recipe(recipe(tmp_path, MINIMAL))
+    assert (config.mode, config.loss.impl, config.loss.gradient) == (
+        "offline",
+        "fused_chunked",
+        "auto",
+    )
+    assert config.loss.chunk_size == "auto" and config.bridge == {}
+
+
+def test_own_keys_win_over_includes_and_overrides_win_over_both(tmp_path):
+    recipe(tmp_path, {"loss": {"impl": "dense", "tail": "bucket", "beta": 0.1}}, "base.yaml")
+    recipe(tmp_path, {"include": ["base.yaml"], "loss": {"beta": 0.2}}, "middle.yaml")
+    path = recipe(tmp_path, MINIMAL | {"include": ["middle.yaml"], "loss": {"tail": "renormalise"}})
+    config = from_recipe(path, ["loss.temperature=2", "bridge.train.train_iters=7"])
+    assert (config.loss.impl, config.loss.beta, config.loss.tail) == ("dense", 0.2, "renormalise")
+    assert config.loss.temperature == 2.0
+    assert config.bridge == {"train": {"train_iters": 7}}
+
+
+def test_interpolations_are_resolved(tmp_path):
+    path = recipe(tmp_path, MINIMAL | {"export": {"hf_path": "${output_dir}/hf"}})
+    assert from_recipe(path, ["output_dir=elsewhere"]).export.hf_path == "elsewhere/hf"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("loss.imp=dense", ["loss.imp", "did you mean loss.impl"]),
+        (
+            "loss.impl=fused_chunk",
+            ["loss.impl", "dense, sparse_chunked", "did you mean fused_chunked"],
+        ),
+        ("loss.temperature=warm", ["loss.temperature", "a number", "'warm'"]),
+        ("loss.temperature=0", ["loss.temperature", "greater than 0"]),
+        ("loss.ce_weight=1.5", ["loss.ce_weight", "[0, 1]"]),
+        ("loss.chunk_size=0", ["loss.chunk_size", "1 or more"]),
+        ("loss.chunk_size=big", ["loss.chunk_size", "integer", "auto"]),
+        ("data.shuffle=perhaps", ["data.shuffle", "true or false"]),
+        ("data.num_workers=-1", ["data.num_workers", "0 or more"]),
+        ("mode=on-line", ["mode", "offline, online", "did you mean online"]),
+        ("mode=online", ["teacher.hf_path", "required"]),
+        ("loss.impl=fused_online", ["loss.impl", "mode=online"]),
+        ("cache.path=null", ["cache.path", "megatron-kd capture"]),
+        ("student=x", ["student", "mapping"]),
+        ("tail", ["key=value"]),
+    ],
+)
+def test_wrong_overrides_are_refused(tmp_path, override, expected):
+    with pytest.raises(ConfigError) as error:
+        from_recipe(recipe(tmp_path, MINIMAL), [override])
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_online_refuses_what_reads_a_truncated_teacher(tmp_path):
+    online = ["mode=online", "teacher.hf_path=t", "data.path=d"]
+    path = recipe(tmp_path, MINIMAL)
+    for impl in ("fused_chunked", "sparse_chunked"):
+        with pytest.raises(ConfigError, match="dense, fused_online"):
+            from_recipe(path, [*online, f"loss.impl={impl}"])
+    with pytest.raises(ConfigError, match=r"loss\.tail"):
+        from_recipe(path, [*online, "loss.impl=dense", "loss.tail=bucket"])
+    assert from_recipe(path, [*online, "loss.impl=fused_online"]).mode == "online"
+
+
+def test_missing_and_circular_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        from_recipe(tmp_path / "absent.yaml")
+    path = recipe(tmp_path, MINIMAL | {"include": ["recipe.yaml"]})
+    with pytest.raises(ConfigError, match="includes itself"):
+        from_recipe(path)
+    path.write_text("loss: [unclosed")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        from_recipe(path)
+
+
+def test_a_missing_required_key_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"student\.hf_path is required"):
+        from_recipe(recipe(tmp_path, {"output_dir": "o", "student": {}, "cache": {"path": "c"}}))
