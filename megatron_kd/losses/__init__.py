@@ -1,4 +1,4 @@
-"""Distillation losses over a large vocabulary: exact, chunked, vocabulary-parallel, without the host.
+"""Distillation losses over a large vocabulary: exact, chunked, vocabulary-parallel, host-free.
 
 Heads read z_S and log R from logits or from hidden states; objectives are functions of those. See
 `objectives`.

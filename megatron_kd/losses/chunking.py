@@ -1,8 +1,9 @@
 """How many positions a fused head takes at a time.
 
-A chunk's logits are the head's transient memory. Each chunk also reads and writes the whole fp32 weight
-gradient once, so a larger chunk buys less of that traffic for more memory. Logits of 16 bits take half
-the bytes of fp32 ones: two chunks of them are projected and their gradients gathered for one product.
+A chunk's logits are the head's transient memory. Each chunk also reads and writes the whole fp32
+weight gradient once, so a larger chunk buys less of that traffic for more memory. Logits of 16 bits
+take half the bytes of fp32 ones: two chunks of them are projected and their gradients gathered for
+one product.
 
 Letters: B micro-batch, Vp this rank's vocabulary.
 """
@@ -16,8 +17,8 @@ _said: set[tuple] = set()
 
 # Bytes per logit that a chunk may take; narrower logits come in more rows.
 BYTES_PER_LOGIT = 4
-# What "auto" lets a chunk's logits take where the caller names no budget. Of an accelerator with less
-# memory than that asks for, a share.
+# What "auto" lets a chunk's logits take where the caller names no budget; of a small accelerator a
+# share.
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 DEVICE_SHARE = 1 / 64
 # Below this many rows the products themselves lose efficiency; above the other nothing is won.
@@ -67,8 +68,10 @@ def default_budget_bytes(device: torch.device) -> int:
 
 
 def pick_rows(rows: int, bytes_per_row: int, budget_bytes: int, *, strict: bool) -> int:
-    """The fewest equal chunks within the budget; a default budget gives way to LEAST_ROWS, a strict one
-    only to a single row."""
+    """The fewest equal chunks within the budget.
+
+    A default budget gives way to LEAST_ROWS, a strict one only to a single row.
+    """
     most = max(1, min(budget_bytes // bytes_per_row, MOST_ROWS))
     if not strict:
         most = max(most, LEAST_ROWS)

@@ -24,7 +24,7 @@ def _compiler_errors():
 
 
 def _or_eager(function):
-    """The eager twin where the compiler gives up (too many variants, a broken tool chain), said once."""
+    """The eager twin where the compiler gives up (too many variants, no tool chain), said once."""
     twin = getattr(eager_kernels, function.__name__)
     given_up = []
 
@@ -81,7 +81,7 @@ def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
 
 @functools.cache
 def available() -> bool:
-    """Whether the compiler is allowed and works here. Asked once; the answer no is logged with its reason."""
+    """Whether the compiler is allowed and works here; asked once, a no is logged."""
     disabled = [
         name
         for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")

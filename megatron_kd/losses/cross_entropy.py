@@ -30,7 +30,8 @@ def fused_cross_entropy(hidden_states, output_weight, labels, **options):
     foreign = set(options) - OPTIONS
     if foreign:
         raise ValueError(
-            f"fused_cross_entropy takes no {', '.join(sorted(foreign))}; it takes {', '.join(sorted(OPTIONS))}"
+            f"fused_cross_entropy takes no {', '.join(sorted(foreign))}; it takes "
+            f"{', '.join(sorted(OPTIONS))}"
         )
     if labels.dim() != 2:
         raise ValueError(f"labels want [S, B], got {list(labels.shape)}")

@@ -1,4 +1,4 @@
-"""Distillation loss from logits that are there already, in one piece: the plain way, and the yardstick.
+"""Distillation loss from logits that are there already, in one piece: the plain way.
 
     dz_v = dL/dlogR * exp(z_v - log R) off the support        dz_S = dL/dz_S on it
 
@@ -90,7 +90,7 @@ def check_logits(logits):
 
 
 class DenseLoss(torch.autograd.Function):
-    """logits [N, Vp] and a loss that opens chunks (`topk_loss`, `full_loss`): one chunk of all rows."""
+    """logits [N, Vp] and a loss (`topk_loss`, `full_loss`), which opens one chunk of all rows."""
 
     @staticmethod
     def forward(ctx, logits, loss):

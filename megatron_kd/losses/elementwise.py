@@ -48,7 +48,7 @@ def full_sums(z, y, student, teacher, inverse_tau, options):
 
 
 def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
-    """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at temperature 1.
+    """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at tau 1.
 
     student: (m, log_sum, log_sum at temperature 1); sums [2, n] of `full_sums`; weights [n], [n] or
         None.
@@ -70,7 +70,7 @@ def use_backend(name: str):
 
 
 def _backend(z, full=False):
-    """full: a pass over a pair of chunks, which has no kernel in Triton: the compiler writes it there."""
+    """full: a pass over a pair of chunks; where Triton is used the compiler writes its kernel."""
     if z.numel() == 0:
         return eager_kernels
     if _forced:

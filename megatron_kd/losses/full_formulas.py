@@ -1,4 +1,4 @@
-"""The formulas of `full_loss`, per element and per row; eager blocks and compiled loops both use them.
+"""The formulas of `full_loss`, per element and per row, for eager blocks and compiled loops.
 
 Letters: n rows, Vp this rank's vocabulary.
 """

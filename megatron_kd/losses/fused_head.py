@@ -109,8 +109,8 @@ def compute_dtype(hidden_states, output_weight):
         return torch.get_autocast_dtype(kind)
     if hidden_states.dtype != output_weight.dtype:
         raise ValueError(
-            f"hidden_states are {hidden_states.dtype}, output_weight is {output_weight.dtype}: cast "
-            "one, or run under torch.autocast"
+            f"hidden_states are {hidden_states.dtype}, output_weight is {output_weight.dtype}: "
+            "cast one, or run under torch.autocast"
         )
     return hidden_states.dtype
 
@@ -132,8 +132,8 @@ def gradient_mode(gradient, token_weights, dtype, shape) -> str:
         )
     if gradient == "in_forward" and dtype == torch.float16:
         raise ValueError(
-            "gradient in_forward stores gradients before fp16 loss scaling, where they underflow: use "
-            "bf16, or gradient recompute"
+            "gradient in_forward stores gradients before fp16 loss scaling, where they underflow: "
+            "use bf16, or gradient recompute"
         )
     return gradient
 
@@ -171,7 +171,7 @@ class Gradients:
             self.bias[: dz.shape[1]] += dz.sum(0, dtype=self.bias.dtype)
 
     def stored(self, shape) -> "Stored":
-        """All of them, dH summed over the shards of the vocabulary: [S, B, D], or this rank's part."""
+        """All of them, dH [S, B, D] (or this rank's part) summed over the vocabulary's shards."""
         d_hidden, group = self.hidden, self.plan.loss.shard.group
         if d_hidden is not None and self.plan.sequence_parallel:
             d_hidden = reduce_scatter_sequence(d_hidden.view(-1, *shape[1:]), group)
@@ -305,7 +305,7 @@ def _scale(ctx, upstream):
 
 
 def upstream_scale(upstream, token_weights):
-    """The s with upstream = s * token_weights; NaN where there is none, 0 where both are 0. No sync."""
+    """The s with upstream = s * token_weights: NaN where there is none, 0 where both are 0."""
     weights = token_weights.to(upstream.dtype)
     if weights.numel() == 0:
         return upstream.new_zeros(())

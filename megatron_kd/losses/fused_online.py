@@ -153,8 +153,9 @@ def check_same_vocabulary(rows, teacher_rows, vocab_size, shard: VocabShard) -> 
         )
     if vocab_size is None or vocab_size > teacher_rows:
         raise ValueError(
-            f"the student's vocabulary has {rows} rows, the teacher's {teacher_rows}: give the number of "
-            "tokens both share as vocab_size, if the rest is padding; otherwise the models do not match"
+            f"the student's vocabulary has {rows} rows, the teacher's {teacher_rows}: if the rest "
+            "is padding give the number of tokens both share as vocab_size; otherwise the models "
+            "do not match"
         )
 
 

@@ -59,7 +59,7 @@ class Student:
 
 
 def teacher_terms(ids, logprobs, log_z_tau, options: Divergence, dtype) -> Teacher:
-    """The target [n, K] at the loss's temperature, summed in fp64: 1 - mass must survive a mass of 1 - 1e-7."""
+    """The target [n, K] at the loss's temperature; in fp64, as 1 - mass may be 1e-7."""
     tau = options.temperature
     keep = (ids >= 0) & (logprobs != NEG_INF)
     log_p = torch.where(keep, logprobs.double(), NEG_INF)
@@ -82,8 +82,8 @@ def _tempered_on_support(log_p, tau):
     if "temperature" not in _said:
         _said.add("temperature")
         logger.warning(
-            "temperature %s without a captured normaliser at that temperature: the teacher's mass on "
-            "the support is taken to be what it is at temperature 1",
+            "temperature %s without a captured normaliser at that temperature: the teacher's mass "
+            "on the support is taken to be what it is at temperature 1",
             tau,
         )
     top = log_p.amax(-1, keepdim=True)
@@ -133,7 +133,7 @@ def forward_kl(student: Student, teacher: Teacher, options: Divergence):
 
 
 def reverse_kl(student: Student, teacher: Teacher, options: Divergence):
-    """KL(student || teacher) [n]. Without a tail term it rewards leaving the support: see tail bucket."""
+    """KL(student || teacher) [n]. Without a bucket it rewards leaving the support."""
     loss = (student.q * (student.log_q - teacher.log_p)).sum(-1)
     log_rho = teacher.rest.clamp(min=SMALLEST_TAIL).log()
     term = student.rest * (student.log_rest - log_rho)
@@ -158,7 +158,7 @@ OBJECTIVE_FUNCTIONS = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd"
 
 
 def divergence(z_s, log_r, teacher: Teacher, options: Divergence):
-    """[n] nats from raw z_s [n, K] and log R at the loss's temperature [n]; also the student's terms."""
+    """Nats [n] and the student's terms, from raw z_s [n, K] and log R [n] at the temperature."""
     student = student_terms(z_s / options.temperature, log_r, teacher.keep)
     loss = OBJECTIVE_FUNCTIONS[options.objective](student, teacher, options)
     if options.temperature_squared:

@@ -1,4 +1,4 @@
-"""The definitions, written as one would on paper: whole vocabulary, log_softmax, no chunks, no shards, never optimised.
+"""The definitions as on paper: whole vocabulary, log_softmax, no chunks, never optimised.
 
 Tests hold every head to these in fp64.
 
@@ -63,7 +63,7 @@ def cross_entropy(logits, labels):
 
 
 def _teacher(target: TopKTarget, options: Divergence):
-    """log p [S, B, K] in fp64 at the temperature of the loss (-inf where unused), and which slots are used."""
+    """log p [S, B, K] in fp64 at the temperature (-inf where unused), and which slots are used."""
     keep = (target.ids >= 0) & (target.logprobs != NEG_INF)
     log_p = torch.where(keep, target.logprobs.double(), NEG_INF)
     if options.temperature != 1 and target.log_z_tau is not None:

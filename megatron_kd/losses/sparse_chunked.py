@@ -35,7 +35,7 @@ def sparse_chunked_kd_loss(
     tp_group=None,
     return_metrics=False,
 ):
-    """Per-token divergence from a truncated teacher to the student, in nats, from logits, chunk by chunk.
+    """Per-token divergence from a truncated teacher, in nats, from logits, chunk by chunk.
 
     Args:
         logits: [S, B, Vp], as for `dense_kd_loss`.

@@ -1,4 +1,4 @@
-"""What the losses are given: the teacher's truncated distribution, and which divergence to take from it.
+"""What the losses are given: the teacher's truncated distribution, and which divergence to take.
 
 Letters: S sequence, B micro-batch, K support, n = S * B rows.
 """
@@ -44,8 +44,8 @@ class TopKTarget:
             )
         if self.ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"TopKTarget.ids wants int32 or int64, got {self.ids.dtype}: narrower integers cannot "
-                "hold every vocabulary and the -1 that marks an unused slot"
+                f"TopKTarget.ids wants int32 or int64, got {self.ids.dtype}: narrower integers "
+                "cannot hold every vocabulary and the -1 that marks an unused slot"
             )
         if not self.logprobs.is_floating_point():
             raise ValueError(
@@ -84,8 +84,8 @@ class Divergence:
             raise ValueError(f"temperature must be positive and finite; got {self.temperature}")
         if self.objective == "jsd" and not 0 < self.beta < 1:
             raise ValueError(
-                f"beta must lie strictly between 0 and 1; got {self.beta}. At the ends JSD is zero: "
-                "use objective forward_kl or reverse_kl"
+                f"beta must lie strictly between 0 and 1; got {self.beta}. At the ends JSD is "
+                "zero: use objective forward_kl or reverse_kl"
             )
         if not 0 <= self.ce_weight <= 1:
             raise ValueError(f"ce_weight must lie in [0, 1]; got {self.ce_weight}")
@@ -94,9 +94,9 @@ class Divergence:
         """Refuse what the target cannot give."""
         if self.tail == "bucket" and self.temperature != 1 and target.log_z_tau is None:
             raise ValueError(
-                f"tail bucket at temperature {self.temperature} needs the teacher's normaliser at that "
-                "temperature (TopKTarget.log_z_tau): capture it with the cache, or use tail none or "
-                "renormalise"
+                f"tail bucket at temperature {self.temperature} needs the teacher's normaliser at "
+                "that temperature (TopKTarget.log_z_tau): capture it with the cache, or use tail "
+                "none or renormalise"
             )
         if self.ce_weight and labels is None:
             raise ValueError(f"ce_weight {self.ce_weight} needs labels [S, B]; got None")

@@ -1,4 +1,4 @@
-"""One shard of the vocabulary: which ids are here, and the collectives that make its numbers global.
+"""One shard of the vocabulary: which ids are here, and what makes its numbers global.
 
 The loss is replicated: every rank holds the same z_S and log R after one MAX and one SUM, so no
     gradient is reduced
@@ -37,7 +37,8 @@ class VocabShard:
             vocab_size = rows * ranks
         if not 0 < vocab_size <= rows * ranks:
             raise ValueError(
-                f"vocab_size {vocab_size} does not fit the output layer: {ranks} shard(s) of {rows} rows"
+                f"vocab_size {vocab_size} does not fit the output layer: {ranks} shard(s) of "
+                f"{rows} rows"
             )
         return cls(rank * rows, rows, vocab_size, group if ranks > 1 else None)
 
@@ -47,11 +48,12 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
     def check_ids(self, name: str, ids: torch.Tensor) -> None:
-        """Refuse foreign ids where looking costs no synchronisation; elsewhere they become NaN (see `localise`)."""
+        """Refuse foreign ids where looking costs no synchronisation; elsewhere they become NaN."""
         if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= self.vocab_size:
             raise ValueError(
-                f"{name} hold id {int(ids.max())}, the vocabulary ends at {self.vocab_size}: the teacher's "
-                "tokenizer or its padded vocabulary differs from the student's; mask those ids with -1"
+                f"{name} hold id {int(ids.max())}, the vocabulary ends at {self.vocab_size}: the "
+                "teacher's tokenizer or its padded vocabulary differs from the student's; mask "
+                "those ids with -1"
             )
 
 
@@ -96,7 +98,7 @@ def cut_(z, columns: Columns):
 
 
 def read_(z, columns: Columns, inverse_taus, shard: VocabShard) -> Reading:
-    """z [n, valid] logits, of which the support is cut out in place. One MAX and one SUM under TP."""
+    """z [n, valid] logits; the support is cut out in place. One MAX and one SUM under TP."""
     k = columns.support
     if z.shape[-1]:
         gathered = z.gather(-1, columns.index)

@@ -50,7 +50,7 @@ class WeightGradient:
                     total[i : i + rows] = part
 
     def finish(self, scale=None):
-        """The gradient to return to autograd: the sum in the weight's dtype, or the host's dummy."""
+        """What autograd gets: the sum in the weight's dtype, or the host's dummy."""
         if not self.started:
             self.total.zero_()
         elif not self.is_main_grad:
@@ -70,14 +70,14 @@ def main_grad_of(weight):
         return weight.get_main_grad()
     if getattr(weight, "main_grad", None) is None:
         raise ValueError(
-            "gradient_accumulation_fusion needs output_weight.main_grad, which Megatron's DDP wrapper "
-            "sets; wrap the model first, or turn the fusion off"
+            "gradient_accumulation_fusion needs output_weight.main_grad, which Megatron's DDP "
+            "wrapper sets; wrap the model first, or turn the fusion off"
         )
     return weight.main_grad
 
 
 def fused_dummy(weight):
-    """What autograd gets when main_grad has the gradient: Megatron's hooks want a tensor and a flag."""
+    """What autograd gets when main_grad has it: Megatron's hooks want a tensor and a flag."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -1,1 +1,1 @@
-"""Makes this directory importable, so that every test below it can say `from gloo import run_ranks`."""
+"""Makes this directory importable: tests below it say `from gloo import run_ranks`."""

@@ -1,4 +1,4 @@
-"""Makes this directory importable, so that its tests share `loss_cases`; one thread, as tests run side by side."""
+"""Makes this directory importable, so that its tests share `loss_cases`."""
 
 import pytest
 import torch
@@ -6,4 +6,5 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
+    """Tests run side by side, and their tensors are small."""
     torch.set_num_threads(1)

@@ -57,7 +57,7 @@ def make_case(
     seed=0,
     **more,
 ):
-    """Random unless logits [S, B, V] are given: then the weight is the identity and hidden are the logits."""
+    """Random; with logits [S, B, V] given the weight is the identity and hidden are the logits."""
     make = torch.Generator().manual_seed(seed)
     if logits is not None:
         positions, batch, vocab = logits.shape
@@ -69,9 +69,11 @@ def make_case(
     real = vocab - padding
     offset = torch.randn(vocab, generator=make).bfloat16().double() if bias else None
     if teacher_logits is None:
-        teacher_logits = torch.randn(positions, batch, real, generator=make, dtype=torch.float64) * 2
+        teacher_logits = torch.randn(positions, batch, real, generator=make) * 2
     log_p = torch.log_softmax(teacher_logits.double(), -1)
-    ids = torch.rand(log_p.shape, generator=make).argsort(-1)[..., :support] if topk is None else topk
+    ids = (
+        torch.rand(log_p.shape, generator=make).argsort(-1)[..., :support] if topk is None else topk
+    )
     target = TopKTarget(
         ids,
         log_p.gather(-1, ids).float(),
@@ -94,7 +96,7 @@ def make_case(
 
 
 def run(loss_of, case: Case, dtype, upstream):
-    """{loss, d_hidden, d_weight, d_bias} of loss_of(hidden, weight, bias, case) under upstream [S, B]."""
+    """loss, d_hidden, d_weight, d_bias of loss_of(hidden, weight, bias, case); upstream [S, B]."""
     leaves = [
         None if x is None else x.to(dtype, copy=True).requires_grad_()
         for x in (case.hidden, case.weight, case.bias)
@@ -111,7 +113,7 @@ def logits_of(hidden, weight, bias):
 
 
 def plain(hidden, weight, bias, case: Case):
-    """The definition on whole logits, rounded to the dtype of the products and then taken as fp32."""
+    """The definition on whole logits, rounded to the dtype of the products, then fp32."""
     logits = logits_of(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return reference.topk_loss(logits, case.target, case.options, case.labels, case.vocab_size)
@@ -166,7 +168,7 @@ def upstream_of(case: Case):
 
 
 def assert_close(got, truth, yardstick, dtype, factor, context=""):
-    """Errors within factor times those of the yardstick (same dtype, plain), and a few roundings."""
+    """Errors within factor times those of the yardstick (same dtype), and a few roundings."""
     eps = torch.finfo(dtype).eps
     for name, want in truth.items():
         assert torch.isfinite(got[name]).all(), f"{context} {name}: not finite"
