@@ -4,6 +4,7 @@ docs/cache-format.md describes the bytes.
 """
 
 from megatron_kd.cache.format import CacheError, CacheSpec, ShardEntry
+from megatron_kd.cache.mixing import MixedReader
 from megatron_kd.cache.reader import CachedRows, CachedSample, CacheReader
 from megatron_kd.cache.writer import (
     CacheWriter,
@@ -22,6 +23,7 @@ __all__ = [
     "CacheWriter",
     "CachedRows",
     "CachedSample",
+    "MixedReader",
     "ShardEntry",
     "ShardWriter",
     "finished_shards",
