@@ -13,6 +13,7 @@ Letters: s sequence length, K candidates.
 Source: NVIDIA/Megatron-LM, megatron/training/distillation.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -45,7 +46,7 @@ class SavedRows:
 def read_meta(folder: Path) -> dict:
     """`_meta.json` of the first tar."""
     first = min(_find_tars(folder).values())[0]
-    with tarfile.open(first) as tar:
+    with _opened(first) as tar:
         for member in tar:
             if member.name == META_NAME:
                 return json.loads(tar.extractfile(member).read(1 << 20))
@@ -103,9 +104,18 @@ def _find_tars(folder: Path) -> dict[tuple[int, int], list[Path]]:
     return {key: [path for _, path in sorted(paths)] for key, paths in found.items()}
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(path) as tar:
+            yield tar
+    except tarfile.TarError as error:
+        raise CacheError(f"{path} cannot be read: {error}") from error
+
+
 def _steps(paths: list[Path]) -> Iterator[tuple[int | None, int, bytes]]:
     for path in paths:
-        with tarfile.open(path) as tar:
+        with _opened(path) as tar:
             for member in tar:
                 match = STEP_NAME.fullmatch(member.name)
                 if match and member.isreg() and member.size <= MAX_STEP_BYTES:
