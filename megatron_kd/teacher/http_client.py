@@ -1,9 +1,12 @@
-"""Requests to teacher servers: bounded in number, timed, retried with back-off, each answered
-once."""
+"""Requests to teacher servers: bounded in number, timed, retried with back-off, answered once.
+
+Where a server wants a key, it is taken from the environment variable MEGATRON_KD_API_KEY.
+"""
 
 import asyncio
 import itertools
 import json
+import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ import aiohttp
 
 from megatron_kd.teacher.engine import Document, EngineError, EngineUnavailable, Rows
 
+API_KEY = "MEGATRON_KD_API_KEY"
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 # Answers that may be another one later: overload, restart, a proxy that lost its server.
@@ -33,8 +37,6 @@ class HttpOptions:
     """For one request, from its sending to the last byte of its answer."""
     retries: int = 5
     """Further tries of a request after a lost connection, a timeout or an overload answer."""
-    api_key: str | None = None
-    """Sent as a bearer token where the server wants one."""
 
     def __post_init__(self) -> None:
         if not self.server:
@@ -60,9 +62,9 @@ class TeacherClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "TeacherClient":
-        headers = (
-            {"Authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
-        )
+        # From the environment: options travel in the cache's manifest, where a key must not lie.
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self.options.timeout_s),

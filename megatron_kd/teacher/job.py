@@ -317,9 +317,13 @@ def _make_shard(
             f"{setting.job.engine} engine, "
             f"the data has texts of {longest}; prepare it with --seq-length {limit} or less"
         )
-    hidden_size = setting.spec.hidden_size
     held = {
-        index: SampleRows(np.asarray(setting.reader[index].loss_mask), setting.request, hidden_size)
+        index: SampleRows(
+            np.asarray(setting.reader[index].loss_mask),
+            setting.request,
+            setting.spec.hidden_size,
+            setting.spec.hidden_dtype,
+        )
         for index in range(first, last)
     }
     trial = ShardBuffer(setting.spec)

@@ -65,15 +65,16 @@ class SampleRows:
     """A sample's asked rows, filled document by document. Letters: R supervised rows, K candidates,
     D hidden size."""
 
-    def __init__(self, loss_mask: np.ndarray, request: RowRequest, hidden_size: int):
+    def __init__(
+        self, loss_mask: np.ndarray, request: RowRequest, hidden_size: int, hidden_dtype: str
+    ):
         self._place = np.cumsum(loss_mask) - 1  # position in the sample → row
         count = int(np.sum(loss_mask))
         self.topk_ids = np.full((count, request.topk), -1, np.int32)  # [R, K]
         self.topk_logprobs = np.full((count, request.topk), -np.inf, np.float32)  # [R, K]
         self.log_z = {tau: np.zeros(count, np.float32) for tau in request.temperatures}  # τ: [R]
-        self.hidden = (
-            np.zeros((count, hidden_size), np.float32) if request.hidden else None
-        )  # [R, D]
+        kept = np.float16 if hidden_dtype == "float16" else np.float32  # numpy has no bfloat16
+        self.hidden = np.zeros((count, hidden_size), kept) if request.hidden else None  # [R, D]
 
     def put(self, piece: Piece, rows: Rows) -> None:
         where = self._place[piece.offset + piece.document.rows]

@@ -23,7 +23,7 @@ class ModelServer:
     def __init__(self, model, *, name="tiny", faults=(), max_logprobs=20, flat=True):
         self.model, self.name, self.max_logprobs, self.flat = model, name, max_logprobs, flat
         self.faults = list(faults)
-        self.bodies = []
+        self.bodies, self.keys = [], []
         self.prompts = Counter()
         self.answered = Counter()
         self.running = self.most_running = 0
@@ -42,7 +42,7 @@ class ModelServer:
     def _serve(self):
         async def main():
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            app = web.Application()
+            app = web.Application(middlewares=[self._note_key])
             app.add_routes(
                 [
                     web.get("/v1/models", self._models),
@@ -64,6 +64,11 @@ class ModelServer:
 
         asyncio.run(main())
 
+    @web.middleware
+    async def _note_key(self, request, handler):
+        self.keys.append(request.headers.get("Authorization"))
+        return await handler(request)
+
     async def _answer(self, request, prompt_of, build):
         body = await request.json()
         self.bodies.append(body)
@@ -80,7 +85,11 @@ class ModelServer:
                 request.transport.abort()
                 raise ConnectionResetError
             if fault == "hang":
-                await asyncio.sleep(3600)
+                self.running -= 1  # the client has given up on it long before the handler ends
+                try:
+                    await asyncio.sleep(3600)
+                finally:
+                    self.running += 1
             answer = build(body, prompt)
             if isinstance(answer, web.Response):
                 return answer

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_kd.teacher import http_client
 from megatron_kd.teacher.engine import EngineError, EngineUnavailable
 from megatron_kd.teacher.fingerprint import tokenizer_of
 from megatron_kd.teacher.job import CaptureJob, capture, resume
+from megatron_kd.teacher.transformers_engine import TransformersEngine
 from megatron_kd.teacher.worker import Worker
 
 
@@ -227,6 +229,46 @@ def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
     assert shards_of(split) == before
     with pytest.raises(ValueError):
         resume(data / "train")
+
+
+def test_verify_repairs_a_broken_shard_by_capturing_it_again(data, teacher_dir, tmp_path, capsys):
+    assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
+    before = shards_of(tmp_path / "cache")
+    shard = tmp_path / "cache" / "train" / "shard-000001.safetensors"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    assert main(["verify", str(tmp_path / "cache")]) == 1
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "cache"), "--repair"]) == 0
+    assert "captured again" in capsys.readouterr().out
+    assert shards_of(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_stops_cleanly_and_the_rerun_goes_on(
+    name, data, teacher_dir, tmp_path, monkeypatch, capsys
+):
+    assert main(command(data, teacher_dir, tmp_path / "whole")) == 0
+    number, calls = getattr(signal, name), []
+    handler = signal.getsignal(number)
+    plain = TransformersEngine._run
+
+    def interrupted(engine, documents):
+        calls.append(0)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return plain(engine, documents)
+
+    monkeypatch.setattr(TransformersEngine, "_run", interrupted)
+    arguments = command(data, teacher_dir, tmp_path / "cache")
+    assert main(arguments) == 128 + number
+    assert f"stopped by {name}" in capsys.readouterr().err
+    assert signal.getsignal(number) is handler
+    finished = shards_of(tmp_path / "cache")
+    assert 0 < len(finished) < len(shards_of(tmp_path / "whole"))
+    assert main(arguments) == 0
+    assert shards_of(tmp_path / "cache") == shards_of(tmp_path / "whole")
 
 
 @contextlib.contextmanager

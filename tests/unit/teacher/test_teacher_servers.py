@@ -109,6 +109,17 @@ def test_the_server_names_itself(engine, model):
     assert teacher.version in ("vllm 0.32.0 (server)", "sglang 0.5.23 (server)")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_key_goes_to_the_server_and_nowhere_else(engine, model, monkeypatch):
+    monkeypatch.setenv("MEGATRON_KD_API_KEY", "secret-7")
+    with ModelServer(model) as server:
+        options = HttpOptions(server=(server.address,))
+        engine.describe("tiny", options)
+        list(engine("tiny", REQUEST, options).stream(documents(8, [5])))
+        assert set(server.keys) == {"Bearer secret-7"}
+    assert "secret" not in repr(options)
+
+
 def test_vllm_limit_is_reported_with_the_servers_words(model):
     with ModelServer(model, max_logprobs=5) as server:
         with pytest.raises(EngineError, match="greater than max allowed: 5"):
