@@ -202,9 +202,8 @@ class _Stage:
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
         if wrong.item():
             raise EngineError(
-                f"{type(unwrap_model(self.model[0])).__name__} changes its logits after the "
-                f"output layer; capture with "
-                "another engine (transformers, vllm, sglang)"
+                f"{type(unwrap_model(self.model[0])).__name__} changes its logits after the output "
+                "layer; capture with another engine (transformers, vllm, sglang)"
             )
 
 
@@ -226,9 +225,8 @@ def _build(path, options) -> list[torch.nn.Module]:
     if provider.vocab_size % options.tensor_parallel:
         raise EngineError(
             f"the teacher's {provider.vocab_size} output rows cannot be shared out over "
-            f"{options.tensor_parallel} ranks; "
-            "choose a --tensor-parallel that divides them, or pad the teacher once with "
-            "transformers' "
+            f"{options.tensor_parallel} ranks; choose a --tensor-parallel that divides them, or "
+            "pad the teacher once with transformers' "
             "resize_token_embeddings(pad_to_multiple_of=…): rows beyond the tokenizer's are masked"
         )
     try:

@@ -24,6 +24,7 @@ from modelopt.torch.distill.plugins.megatron import BaseLoss
 from megatron_kd.config import DistillConfig, LossConfig
 from megatron_kd.integration import teacher_check
 from megatron_kd.integration.forward_step import load_batch, sum_over_tokens, supervised_index
+from megatron_kd.integration.sample_guard import check_finite
 from megatron_kd.losses import dense_online_kd_loss, fused_online_kd_loss
 from megatron_kd.typed_mapping import ConfigError
 
@@ -233,10 +234,17 @@ def _attach(model: list) -> list:
         teacher_check.is_frozen(chunk.teacher_model)
         chunk.compute_language_model_loss = _no_language_model_loss
         chunk.teacher_model.compute_language_model_loss = _no_language_model_loss
-        for criterion in chunk.loss_modules:
-            if isinstance(criterion, FullVocabularyLogitsKLLoss):
-                criterion.attach(chunk, chunk.teacher_model)
+        for criterion in _criteria(chunk):
+            criterion.attach(chunk, chunk.teacher_model)
     return model
+
+
+def _criteria(model) -> list[FullVocabularyLogitsKLLoss]:
+    """Our criteria of a distillation model; ModelOpt's `loss_modules` lists only those with
+    parameters.
+    """
+    losses = model._layers_to_loss.values()
+    return [loss for loss in losses if isinstance(loss, FullVocabularyLogitsKLLoss)]
 
 
 def _no_language_model_loss(labels, output):
@@ -256,7 +264,7 @@ class OnlineStep:
         batch, host_mask = load_batch(data_iterator, model)
         state.timers("batch-generator").stop()
         distilled = unwrap_model(model)
-        criteria = [c for c in distilled.loss_modules if isinstance(c, FullVocabularyLogitsKLLoss)]
+        criteria = _criteria(distilled)
         for criterion in criteria:
             mask = batch["loss_mask"]
             criterion.begin(batch["labels"], mask, supervised_index(host_mask, mask.device))
@@ -286,8 +294,6 @@ def _online_loss(output, *, model, criteria, loss_mask, sample_index):
         output, loss_mask=loss_mask, metrics=metrics, sample_index=None
     )
     if sample_index is not None:
-        from megatron_kd.integration.sample_guard import check_finite
-
         check_finite(losses["kd_loss"], sample_index)
     return losses["kd_loss"], tokens, reports
 

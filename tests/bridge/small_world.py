@@ -105,7 +105,7 @@ def build(directory: Path, *, student_layers: int = 2, tied: bool = False) -> Pa
     """Everything a recipe needs below `directory`, and the recipe itself; returns the recipe's
     path.
     """
-    teacher = llama(directory / "teacher", layers=3, hidden=64, seed=1)
+    teacher = llama(directory / "teacher", layers=4, hidden=64, seed=1)
     llama(directory / "student", layers=student_layers, hidden=32, seed=2, tied=tied)
     samples = {
         "train": documents(TRAIN_SAMPLES, seed=3),
