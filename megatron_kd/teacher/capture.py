@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     except Stopped as stop:
         print(
             f"megatron-kd capture: stopped by {stop}; finished shards are kept. Run the same "
-            f"command again to go on",
+            "command again to go on",
             file=sys.stderr,
         )
         return stop.status

@@ -27,7 +27,7 @@ def model_directory(teacher: str | os.PathLike) -> Path:
     if not (path / "config.json").is_file():
         raise EngineError(
             f"{teacher} is not a Hugging Face model directory (no config.json); only local "
-            f"directories are read"
+            "directories are read"
         )
     return path
 

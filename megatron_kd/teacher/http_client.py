@@ -108,8 +108,8 @@ class TeacherClient:
             return _json_object(payload, address)
         raise EngineUnavailable(
             f"the teacher server does not answer after {self.options.retries + 1} tries: "
-            f"{trouble}. Finished shards are "
-            "kept; start the server and run the same command again to go on"
+            f"{trouble}. Finished shards are kept; start the server and run the same command again "
+            "to go on"
         )
 
 

@@ -174,7 +174,7 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
     else:
         raise EngineError(
             f"{folder} does not say how it was captured; run megatron-kd capture with its "
-            f"parameters again"
+            "parameters again"
         )
     try:
         job = CaptureJob(**origin)
@@ -203,20 +203,18 @@ def _resolve(job: CaptureJob) -> _Setting:
     if described.output_rows is not None and described.output_rows < vocab_size:
         raise EngineError(
             f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
-            f"size {vocab_size}: this is "
-            "not the teacher the data was tokenised for"
+            f"size {vocab_size}: this is not the teacher the data was tokenised for"
         )
     if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
         raise EngineError(
             f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
-            f"its ids mean other tokens; "
-            f"prepare the data with --tokenizer {job.teacher}, or take the teacher of that "
-            f"tokenizer"
+            f"its ids mean other tokens; prepare the data with --tokenizer {job.teacher}, or take "
+            "the teacher of that tokenizer"
         )
     if job.hidden_dtype and described.hidden_size is None:
         raise EngineError(
             f"the {job.engine} engine returns no hidden states; use the transformers engine or "
-            f"leave out --hidden-dtype"
+            "leave out --hidden-dtype"
         )
     request = RowRequest(
         topk=job.topk,
@@ -297,8 +295,7 @@ def _make(setting: _Setting, folder: Path, label: str, worker: Worker, engines: 
                     raise
                 raise OSError(
                     f"{error}. Shard {shard} of {shards} in {folder} could not be written; the "
-                    f"finished ones are kept. "
-                    "Make room and run the same command again to go on"
+                    "finished ones are kept. Make room and run the same command again to go on"
                 ) from error
     finally:
         progress.close()
@@ -314,8 +311,8 @@ def _make_shard(
     if limit is not None and longest > limit:
         raise EngineError(
             f"{setting.job.teacher} gives rows for at most {limit} tokens of a text with the "
-            f"{setting.job.engine} engine, "
-            f"the data has texts of {longest}; prepare it with --seq-length {limit} or less"
+            f"{setting.job.engine} engine, the data has texts of {longest}; prepare it with "
+            f"--seq-length {limit} or less"
         )
     held = {
         index: SampleRows(

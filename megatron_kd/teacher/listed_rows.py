@@ -24,15 +24,14 @@ def refuse_unlisted(request: RowRequest, engine: str) -> None:
     """
     if request.sampling != "topk":
         raise EngineError(
-            f"the {engine} engine returns the largest candidates only; sampling "
-            f"{request.sampling} needs the "
-            "transformers or megatron engine"
+            f"the {engine} engine returns the largest candidates only; sampling {request.sampling} "
+            "needs the transformers or megatron engine"
         )
     if request.temperatures or request.hidden:
         raise EngineError(
             f"the {engine} engine reports neither normalisers at other temperatures nor hidden "
-            f"states; use the "
-            "transformers or megatron engine, or leave out --temperatures and --hidden-dtype"
+            "states; use the transformers or megatron engine, or leave out --temperatures and "
+            "--hidden-dtype"
         )
 
 
@@ -69,9 +68,8 @@ def rows_from_lists(
         if entry is None or not len(entry[0]):
             raise EngineError(
                 f"{engine} returned no candidates for prompt position {row + 1} of {len(lists)}: "
-                f"prompt "
-                "log-probabilities are lost where a server reuses cached prefixes; turn its "
-                "prefix caching off"
+                "prompt log-probabilities are lost where a server reuses cached prefixes; turn "
+                "its prefix caching off"
             )
         distinct, first = np.unique(entry[0], return_index=True)
         values = np.asarray(entry[1], np.float32)[first]
@@ -95,15 +93,14 @@ def _check(
     if len(ids) < wanted:
         raise EngineError(
             f"{where}: {len(ids)} candidates came for {wanted} asked; raise the server's limit "
-            f"(vLLM: --max-logprobs "
-            f"{wanted}) or lower --topk"
+            f"(vLLM: --max-logprobs {wanted}) or lower --topk"
         )
     if ids[0] < 0 or ids[-1] >= request.vocab_size:
         bad = int(ids[0] if ids[0] < 0 else ids[-1])
         raise EngineError(
             f"{where}: id {bad} lies outside the vocabulary of {request.vocab_size}. A server "
-            f"cannot mask the padding "
-            "rows of its teacher's output layer: capture this teacher with the transformers engine"
+            "cannot mask the padding rows of its teacher's output layer: capture this teacher "
+            "with the transformers engine"
         )
     if np.isnan(values).any() or values.max() > 1e-3:
         raise EngineError(
@@ -112,6 +109,5 @@ def _check(
     if np.exp(values.astype(np.float64)).sum() > 1.01:
         raise EngineError(
             f"{where}: the candidates' probabilities add up to more than one; the server must "
-            f"report log-probabilities "
-            "at temperature 1 (vLLM: --logprobs-mode raw_logprobs)"
+            "report log-probabilities at temperature 1 (vLLM: --logprobs-mode raw_logprobs)"
         )

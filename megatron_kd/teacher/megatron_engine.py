@@ -95,8 +95,8 @@ class MegatronEngine:
             raise EngineError(
                 f"{world} ranks were started for a teacher over {options.tensor_parallel} × "
                 f"{options.pipeline_parallel} (tensor × pipeline); start torchrun with "
-                f"--nproc-per-node {wanted}. More "
-                "ranks than that share the work as separate runs with --worker i/n"
+                f"--nproc-per-node {wanted}. More ranks than that share the work as separate runs "
+                "with --worker i/n"
             )
         from megatron_kd.integration import cpu_backend
 
@@ -123,8 +123,7 @@ class MegatronEngine:
         if self._ranks is None:
             raise EngineError(
                 "the megatron engine runs under torchrun only; make the missing shards with the "
-                "command that made the "
-                "cache (torchrun … -m megatron_kd.cli capture …)"
+                "command that made the cache (torchrun … -m megatron_kd.cli capture …)"
             )
         self.request = request
         self.options = options

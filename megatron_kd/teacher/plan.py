@@ -26,7 +26,7 @@ def find_splits(data: str | os.PathLike) -> dict[str, Path]:
     if not splits:
         raise EngineError(
             f"{data} holds no prepared data (none of the folders {', '.join(SPLITS)}); make it "
-            f"with megatron-kd prepare"
+            "with megatron-kd prepare"
         )
     return splits
 

@@ -91,15 +91,14 @@ class CaptureProgress:
         total_bytes = bytes_per_position * self.positions
         self._say(
             f"estimate from {self.done:,} positions: {self.positions:,} positions at "
-            f"{self._rate:,.0f}/s take "
-            f"{_duration(self.positions / self._rate)} and {_size(total_bytes)} "
-            f"({bytes_per_position:.0f} bytes/position)"
+            f"{self._rate:,.0f}/s take {_duration(self.positions / self._rate)} and "
+            f"{_size(total_bytes)} ({bytes_per_position:.0f} bytes/position)"
         )
         if self._free_bytes is not None and total_bytes > self._free_bytes:
             self._say(
                 f"warning: only {_size(self._free_bytes)} are free there; the capture will stop "
-                f"when the disk is full, "
-                "keep its finished shards, and go on when it is run again with more room"
+                "when the disk is full, keep its finished shards, and go on when it is run again "
+                "with more room"
             )
 
     def close(self) -> None:

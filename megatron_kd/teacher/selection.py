@@ -31,15 +31,13 @@ def select(
     if logits.shape[-1] < request.vocab_size:
         raise EngineError(
             f"the teacher has {logits.shape[-1]} output rows, fewer than the vocabulary size "
-            f"{request.vocab_size}: "
-            "this is not the teacher the data was tokenised for"
+            f"{request.vocab_size}: this is not the teacher the data was tokenised for"
         )
     logprobs = logits[:, : request.vocab_size].float().log_softmax(-1)  # [r, V]
     if bool(torch.isnan(logprobs).any()):
         raise EngineError(
             "the teacher's logits hold NaN or infinity: a dtype it was not trained in (try "
-            "--dtype bfloat16 or float32), "
-            "or damaged weights"
+            "--dtype bfloat16 or float32), or damaged weights"
         )
     log_z = {tau: torch.logsumexp(logprobs / tau, -1) for tau in request.temperatures}
     if request.sampling == "random":

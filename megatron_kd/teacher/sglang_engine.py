@@ -31,8 +31,7 @@ class SglangEngine:
             if other != found[0]:
                 raise EngineError(
                     f"{server} serves {other}, {options.server[0]} serves {found[0]}; all servers "
-                    f"of a capture must serve "
-                    "the same teacher"
+                    "of a capture must serve the same teacher"
                 )
         version, fingerprint = found[0]
         return Teacher(version=f"sglang {version} (server)", fingerprint=fingerprint)
@@ -110,8 +109,7 @@ def parse_generate(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np
         else:
             raise EngineError(
                 "SGLang's answer has no input_top_logprobs; it must be asked with "
-                "logprob_start_len 0 by a client that "
-                "its server lets see log-probabilities"
+                "logprob_start_len 0 by a client that its server lets see log-probabilities"
             )
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         if isinstance(error, EngineError):
@@ -120,8 +118,8 @@ def parse_generate(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np
     if len(lists) != len(prompt):
         raise EngineError(
             f"SGLang returned log-probabilities for {len(lists)} positions of a prompt of "
-            f"{len(prompt)} tokens; a cached "
-            "prefix loses them: start the server with --disable-radix-cache"
+            f"{len(prompt)} tokens; a cached prefix loses them: start the server with "
+            "--disable-radix-cache"
         )
     return lists
 

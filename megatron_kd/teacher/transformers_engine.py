@@ -169,9 +169,8 @@ class TransformersEngine:
         scale = want.abs().max().clamp(min=1.0)
         if got.shape != want.shape or bool((got - want).abs().max() > 0.02 * scale):
             raise EngineError(
-                f"{type(self.model).__name__} does not compute its logits row by row from its "
-                f"base model's output; "
-                "capture with another engine (vllm, sglang)"
+                f"{type(self.model).__name__} does not compute its logits row by row from its base "
+                "model's output; capture with another engine (vllm, sglang)"
             )
 
 
@@ -219,8 +218,8 @@ def _load(path: Path, options: TransformersOptions) -> transformers.PreTrainedMo
     if missing or mismatched:
         raise EngineError(
             f"{path} does not hold all of the teacher's weights, so some would be random: missing "
-            f"{missing[:5]}, "
-            f"of another shape {mismatched[:5]} ({len(missing) + len(mismatched)} in all)"
+            f"{missing[:5]}, of another shape {mismatched[:5]} ({len(missing) + len(mismatched)} "
+            "in all)"
         )
     if device_map is None:
         if torch.cuda.is_available():

@@ -40,9 +40,9 @@ class VllmServerEngine:
         for server, other in zip(options.server, answers, strict=True):
             if _names(other[0]) != _names(model) or other[1] != version:
                 raise EngineError(
-                    f"{server} serves {_names(other[0])} with vLLM {other[1]}, "
-                    f"{options.server[0]} serves {_names(model)} "
-                    f"with vLLM {version}; all servers of a capture must serve the same teacher"
+                    f"{server} serves {_names(other[0])} with vLLM {other[1]}, {options.server[0]} "
+                    f"serves {_names(model)} with vLLM {version}; all servers of a capture must "
+                    "serve the same teacher"
                 )
         limit = model.get("max_model_len")
         return Teacher(
@@ -120,7 +120,7 @@ def parse_completion(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, 
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise EngineError(
-            f"the vLLM server's prompt_logprobs are not objects of token id to log-probability: "
+            "the vLLM server's prompt_logprobs are not objects of token id to log-probability: "
             f"{error!r}"
         ) from error
 
