@@ -11,12 +11,11 @@ rest in unary) needs some 9 bits where a fixed width needs 11. A grid fixed in n
 for every row, whatever its range.
 """
 
-import math
-
 import numpy as np
 
 STEP_NATS = 5 / 512  # a binary fraction: q * STEP_NATS is exact in fp32, the error at most 5/1024
 MAX_CODE = 61440  # 600 nats: smaller probabilities are stored as e^-600, which is 0 in fp32
+BLOCK_ROWS = 256  # rows decoded at a time, so that the passes over them stay in the core's cache
 MAX_VALUE_LOW = 16  # more low bits than any code has
 FIXED = 0x80  # flag in `layout`: this row's e has no unary part
 TOP_SHARE = (
@@ -103,8 +102,10 @@ def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
         ValueError: The stream does not hold such rows.
     """
     rows = bottom.size
+    out_ids = np.empty((rows, topk), np.int32)
+    out_logprobs = np.empty((rows, topk), np.float32)
     if not rows:
-        return np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32)
+        return out_ids, out_logprobs
     ragged = counts is not None and bool((counts != topk).any())
     per_row = counts if ragged else np.full(rows, topk)
     id_low = low_bits(per_row, vocab_size)
@@ -113,53 +114,80 @@ def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
     packed_bytes = (int(row_bits.sum()) + 7) >> 3
     if packed_bytes + high_bytes > stream.size or int(value_low.max()) > MAX_VALUE_LOW:
         raise ValueError("rows are longer than their bytes")
-    # int32 halves the traffic of every pass below; only a sample of 256 MiB needs more
-    number = np.int32 if stream.size < 1 << 28 else np.int64
-    if ragged:
-        starts = np.cumsum(per_row) - per_row
-        within = (np.arange(int(per_row.sum())) - np.repeat(starts, per_row)).astype(number)
+    padded = np.zeros(packed_bytes + 8, np.uint8)
+    padded[:packed_bytes] = stream[:packed_bytes]
+    unary_entries = np.where(layout < FIXED, per_row, 0)
+    entry_at, unary_at, bit_at = (
+        np.concatenate([[0], np.cumsum(sizes)]) for sizes in (per_row, unary_entries, row_bits)
+    )
+    id_ones = _ones(stream[packed_bytes : packed_bytes + high_bytes], int(entry_at[-1]))
+    value_ones = _ones(stream[packed_bytes + high_bytes :], int(unary_at[-1]))
+    for begin in range(0, rows, BLOCK_ROWS):
+        end = min(begin + BLOCK_ROWS, rows)
+        block = slice(begin, end)
+        out_ids[block], out_logprobs[block] = _decode_block(
+            padded=padded[bit_at[begin] >> 3 : (bit_at[end] + 7 >> 3) + 8],
+            first_bit=(bit_at[begin:end] - (bit_at[begin] & ~7)).astype(np.int32),
+            high=_high_parts(id_ones, entry_at[begin : end + 1]),
+            unary=_gaps(value_ones, int(unary_at[begin]), int(unary_at[end])),
+            plain=layout[block] < FIXED,
+            id_low=id_low[block].astype(np.int32),
+            value_low=value_low[block].astype(np.int32),
+            bottom=bottom[block].astype(np.int32),
+            per_row=per_row[block] if ragged else None,
+            vocab_size=vocab_size,
+            topk=topk,
+        )
+        _restore_top(out_logprobs[block], mass[block])
+    return out_ids, out_logprobs
 
-        def spread(values):  # [R] to [E]
-            return np.repeat(values.astype(number), per_row)
-    else:
-        starts = np.arange(rows) * topk
-        within = np.arange(topk, dtype=number)[None]
+
+def _decode_block(
+    *, padded, first_bit, high, unary, plain, id_low, value_low, bottom, per_row, vocab_size, topk
+):
+    """Some rows of a sample. per_row is None where all have topk entries."""
+    rows = first_bit.size
+    if per_row is None:
+        shape = (rows, topk)
+        within = np.arange(topk, dtype=np.int32)[None]
+        last = np.arange(topk - 1, rows * topk, topk)
 
         def spread(values):  # [R] to [R, 1], against [R, K]
-            return values.astype(number)[:, None]
+            return values[:, None]
+    else:
+        shape = (int(per_row.sum()),)
+        last = np.cumsum(per_row) - 1
+        within = np.arange(shape[0], dtype=np.int32) - np.repeat(last - per_row + 1, per_row)
+        within = within.astype(np.int32)
 
-    bit = spread(np.cumsum(row_bits) - row_bits) + within * spread(value_low + id_low)
-    field = _fields(stream[:packed_bytes], bit, int((value_low + id_low).max()))
+        def spread(values):  # [R] to [E]
+            return np.repeat(values, per_row)
 
-    high = _zeros_between(stream[packed_bytes : packed_bytes + high_bytes], starts, bit.shape)
-    last_high = high.reshape(-1)[starts + per_row - 1]
-    if (last_high > (vocab_size - 1) >> id_low).any():
+    width = value_low + id_low
+    field = _fields(padded, spread(first_bit) + within * spread(width), int(width.max()))
+    if (high[last] > (vocab_size - 1) >> id_low).any():  # the largest of each row
         raise ValueError("an id is out of range")
-    ids = high.astype(number) << spread(id_low) | field & spread((1 << id_low) - 1)
-
-    excess = field >> spread(id_low) & spread((1 << value_low) - 1)
-    plain = layout < FIXED
-    unary_bits = stream[packed_bytes + high_bytes :]
+    ids = high.reshape(shape) << spread(id_low)
+    ids |= (field & spread((1 << id_low) - 1)).astype(np.int32, copy=False)
+    excess = (field >> spread(id_low)).astype(np.int32) & spread((1 << value_low) - 1)
+    if unary.size and int(unary.max()) << int(value_low.max()) >= 1 << 30:
+        raise ValueError("a log-probability is out of range")
     if plain.all():
-        excess += _unary_values(unary_bits, bit.shape, value_low).astype(number) << spread(
-            value_low
-        )
+        excess += unary.reshape(shape) << spread(value_low)
     elif plain.any():
-        coded = np.broadcast_to(np.repeat(plain, per_row).reshape(bit.shape), bit.shape)
-        values = _unary_values(unary_bits, (int(per_row[plain].sum()),), value_low)
-        excess[coded] += (values << np.repeat(value_low[plain], per_row[plain])).astype(number)
-    if (ids.max() >= vocab_size) or (excess > spread(bottom)).any():
+        coded = np.broadcast_to(spread(plain), shape)
+        excess[coded] += unary << np.broadcast_to(spread(value_low), shape)[coded]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or (excess > spread(bottom)).any():
         raise ValueError("an id or a log-probability is out of range")
 
     # one integer sort does the order: e falls with the probability, the id breaks ties
     id_bits = max(int(vocab_size - 1).bit_length(), 1)
     top = int(excess.max())
-    narrow = top.bit_length() + id_bits <= 31
-    key_type = np.uint32 if narrow else np.uint64
+    key_type = np.uint32 if top.bit_length() + id_bits <= 31 else np.uint64
     key = (top - excess).astype(key_type)
     key <<= key_type(id_bits)
     key |= ids.astype(key_type)
-    if ragged:
+    if per_row is not None:
         slots = np.arange(topk) < per_row[:, None]
         flat, key = key, np.full((rows, topk), np.iinfo(key_type).max, key_type)
         key[slots] = flat
@@ -167,46 +195,39 @@ def decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, topk):
     out_ids = (key & key_type((1 << id_bits) - 1)).astype(np.int32)
     key >>= key_type(id_bits)
     logprobs = key.astype(np.float32)
-    logprobs += (bottom.astype(np.float32) - np.float32(top))[:, None]  # q, exact in fp32
+    logprobs += (bottom - top).astype(np.float32)[:, None]  # q, exact in fp32
     logprobs *= np.float32(-STEP_NATS)
     logprobs += np.float32(0)  # -0 to 0
-    if ragged:
+    if per_row is not None:
         out_ids[~slots] = -1
         logprobs[~slots] = -np.inf
-    _restore_top(logprobs, mass)
     return out_ids, logprobs
 
 
-def _fields(packed: np.ndarray, bit: np.ndarray, widest: int) -> np.ndarray:
-    """The bits from each given one on, `widest` or more, in integers."""
+def _fields(padded: np.ndarray, bit: np.ndarray, widest: int) -> np.ndarray:
+    """The bits from each given one on, `widest` or more, in integers. padded: 8 bytes too many."""
     window = np.dtype("<u4") if widest <= 25 else np.dtype("<u8")
-    padded = np.zeros(packed.size + window.itemsize, np.uint8)
-    padded[: packed.size] = packed
     # a window from every byte on, overlapping
-    windows = np.ndarray((packed.size + 1,), window, padded.data, strides=(1,))
+    windows = np.ndarray((padded.size - 7,), window, padded.data, strides=(1,))
     found = windows[bit >> 3]
     found >>= (bit & 7).astype(window)
     return found.view(np.int32 if window.itemsize == 4 else np.int64)
 
 
-def _zeros_between(stream: np.ndarray, starts: np.ndarray, shape: tuple) -> np.ndarray:
-    """Zeros before each one bit, counted from its row's start (after the row before it)."""
-    ones = _ones(stream, math.prod(shape))
-    zeros = ones - np.arange(ones.size)
-    base = np.zeros(starts.size, np.int64)
-    base[1:] = zeros[starts[1:] - 1]
-    if len(shape) == 2:
-        return zeros.reshape(shape) - base[:, None]
-    return zeros - np.repeat(base, np.diff(starts, append=ones.size))
+def _high_parts(ones: np.ndarray, entry_at: np.ndarray) -> np.ndarray:
+    """The zero bits before each entry's one, since the row before ended. int32."""
+    first, end = int(entry_at[0]), int(entry_at[-1])
+    zeros = ones[first:end] - np.arange(first, end)
+    base = ones[entry_at[:-1] - 1] - (entry_at[:-1] - 1)  # at the last entry of the row before
+    if first == 0:
+        base[0] = 0
+    return (zeros - np.repeat(base, np.diff(entry_at))).astype(np.int32)
 
 
-def _unary_values(stream: np.ndarray, shape: tuple, value_low: np.ndarray) -> np.ndarray:
-    """The number of zero bits before each one bit."""
-    ones = _ones(stream, math.prod(shape))
-    values = np.diff(ones, prepend=-1) - 1
-    if int(values.max()) << int(value_low.max()) >= 1 << 30:
-        raise ValueError("a log-probability is out of range")
-    return values.reshape(shape)
+def _gaps(ones: np.ndarray, first: int, end: int) -> np.ndarray:
+    """The zero bits right before each of some ones. int32."""
+    before = ones[first - 1] if first else -1
+    return (np.diff(ones[first:end], prepend=before) - 1).astype(np.int32)
 
 
 def _restore_top(logprobs: np.ndarray, mass: np.ndarray) -> None:

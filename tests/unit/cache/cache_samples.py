@@ -8,8 +8,8 @@ from megatron_kd.cache import CacheWriter
 def make_rows(rng, rows, vocab_size, topk, *, shape="zipf", spread_ids=False):
     """(ids [rows, K] int64, logprobs [rows, K] fp32), in no particular order."""
     if spread_ids:  # evenly over the vocabulary: the most bits a set of ids can need
-        step = vocab_size / topk
-        ids = (np.arange(topk) * step + rng.uniform(0, step, (rows, topk))).astype(np.int64)
+        step = vocab_size // topk
+        ids = np.arange(topk) * step + rng.integers(0, step, (rows, topk))
     else:
         ids = np.stack([rng.choice(vocab_size, topk, replace=False) for _ in range(rows)])
     if shape == "zipf":
