@@ -62,12 +62,14 @@ def encode(ids, logprobs, counts, vocab_size):
     bottom = np.maximum.reduceat(code, starts)
     excess = bottom[row] - code  # [E] e
 
-    # r of each row: the cheapest; or no unary part at all, at the row's full width
+    # r of each row: the cheapest near the one for a geometric e of this mean, or no unary part
     widest = _bit_length(np.maximum.reduceat(excess, starts))
     best_bits = counts * widest
     layout = widest | FIXED
-    for r in range(int(widest.max()) + 1):
-        bits = counts * (r + 1) + np.add.reduceat(excess >> r, starts)
+    guess = _bit_length((np.add.reduceat(excess, starts) * 0.69 / counts).astype(np.int64))
+    for offset in (0, -1, 1):
+        r = np.clip(guess + offset, 0, widest)
+        bits = counts * (r + 1) + np.add.reduceat(excess >> r[row], starts)
         better = bits < best_bits
         best_bits = np.where(better, bits, best_bits)
         layout = np.where(better, r, layout)
