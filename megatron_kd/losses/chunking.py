@@ -45,7 +45,7 @@ def chunk_rows(chunk_size, *, rows, batch, width, dtype, device, budget_bytes=No
         raise ValueError(f"memory_budget_bytes must be positive; got {budget_bytes}")
     budget = budget_bytes or default_budget_bytes(device)
     picked = pick_rows(rows, max(1, width) * size, budget, strict=budget_bytes is not None)
-    key = (rows, width, dtype, device.type, budget)
+    key = (width, dtype, device.type, budget)  # the supervised rows differ from batch to batch
     if key not in _said:
         _said.add(key)
         logger.info(
