@@ -58,11 +58,11 @@ def documents(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def write_cache(directory: Path, teacher: LlamaForCausalLM, samples, *, topk: int = TOPK) -> None:
+def write_cache(directory, teacher, samples, *, topk=TOPK, vocab_size=VOCAB_SIZE) -> None:
     """The teacher's exact top-K of every supervised row; fp16 codec."""
     with CacheWriter(
         directory,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         topk=topk,
         teacher="small",
         tokenizer="none",

@@ -1,0 +1,21 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """The small world's recipe, built once per test process."""
+    import small_world
+
+    return small_world.build(tmp_path_factory.mktemp("world"))
+
+
+def pytest_collection_modifyitems(items):
+    folder = Path(__file__).parent
+    for item in items:
+        if folder in item.path.parents:
+            item.add_marker(pytest.mark.bridge)

@@ -1,0 +1,78 @@
+"""Start the real thing for tests: torchrun with several cases per launch, or scripts/distill.py
+itself.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_kd.report.metrics_file import curve, read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+RUN_CASES = Path(__file__).with_name("run_cases.py")
+DISTILL = REPOSITORY / "scripts" / "distill.py"
+TIMEOUT_S = 900
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "MEGATRON_KD_BACKEND": "cpu",
+    }
+
+
+def torchrun(ranks: int, *command: str) -> list[str]:
+    """A command line that starts `command` on `ranks` ranks, with a rendezvous of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks), *map(str, command)]
+
+
+def run(command: list[str], *, succeeds: bool = True) -> str:
+    """Run to the end and return the output; a surprise ends the test with its last lines."""
+    done = subprocess.run(
+        command,
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if (done.returncode == 0) != succeeds:
+        raise AssertionError(f"exit status {done.returncode} of {command}:\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+def run_cases(recipe: Path, ranks: int, cases: dict[str, list[str]]) -> dict[str, "Curves"]:
+    """Run every case in one group of ranks; returns name → curves. Output goes below the recipe's
+    folder.
+    """
+    folder = recipe.parent / "runs"
+    listed = [
+        {"config": str(recipe), "overrides": [f"output_dir={folder / name}", *overrides]}
+        for name, overrides in cases.items()
+    ]
+    file = recipe.parent / f"cases-{ranks}-{next(iter(cases))}.json"
+    file.write_text(json.dumps(listed))
+    run(torchrun(ranks, RUN_CASES, file))
+    return {name: Curves(folder / name) for name in cases}
+
+
+class Curves:
+    """The metrics of one finished run."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.records = read_metrics(directory)
+
+    def train(self, name: str = "kd loss") -> list[float]:
+        return curve(self.records, "train", name)[1]
+
+    def validation(self, name: str = "kd loss") -> list[float]:
+        return curve(self.records, "validation", name)[1]
+
+    def grad_norms(self) -> list[float]:
+        return [r["grad_norm"] for r in self.records if r["kind"] == "train"]

@@ -1,0 +1,154 @@
+"""Wrong input is refused in one sentence before any process group starts; --dry-run shows what
+would run.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import small_world
+import yaml
+from launch import DISTILL, REPOSITORY, environment, run_cases
+from transformers import LlamaForCausalLM
+
+# One process answers all of these: importing the host takes longer than the answers.
+CHECK_ALL = """
+import json, sys
+from megatron_kd.config import from_recipe
+from megatron_kd.integration import cpu_backend
+cpu_backend.activate()
+from megatron_kd.integration import bridge
+import torch
+for overrides in json.load(sys.stdin):
+    try:
+        bridge.prepare(from_recipe(sys.argv[1], overrides))
+        answer = "accepted"
+    except (ValueError, OSError) as error:
+        answer = str(error)
+    print("ANSWER " + json.dumps(answer))
+assert not torch.distributed.is_initialized()
+"""
+
+
+def wrong_caches(world):
+    """Caches that do not belong to the student: another vocabulary, longer samples."""
+    folder = world.parent / "wrong"
+    teacher = LlamaForCausalLM.from_pretrained(world.parent / "teacher").eval()
+    made = {}
+    for name, vocab in (("vocabulary", small_world.VOCAB_SIZE + 12),):
+        made[name] = folder / name
+        for split in ("train", "validation"):
+            small_world.write_cache(
+                made[name] / split, teacher, small_world.documents(6, seed=9), vocab_size=vocab
+            )
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(world):
+    import json
+
+    caches = wrong_caches(world)
+    online = small_world.online(world.parent, "fused_online")
+    cases = {
+        "fine": [],
+        "unknown section": ["bridge.trian.train_iters=3"],
+        "unknown field": ["bridge.train.train_itres=3"],
+        "wrong type": ["bridge.train.train_iters=many"],
+        "wrong choice": ["bridge.scheduler.lr_decay_style=cosin"],
+        "required": ["bridge.model.calculate_per_token_loss=false"],
+        "dataset": ["bridge.dataset.num_workers=3"],
+        "batch": ["bridge.train.global_batch_size=6", "bridge.train.micro_batch_size=4"],
+        "no iterations": ["bridge.train.train_iters=0"],
+        "vocabulary": [f"cache.path={caches['vocabulary']}"],
+        "no cache": ["cache.path=/nowhere/cache"],
+        "no student": ["student.hf_path=/nowhere/student"],
+        "other data": [f"data.path={world.parent}/other-data"],
+        "cyclic": ["data.dataloader=cyclic", "data.shuffle=false"],
+        "length": [*online, "bridge.model.seq_length=64"],
+        "online": online,
+        "evaluation with pipeline": [*online, "bridge.model.pipeline_model_parallel_size=2"],
+    }
+    other = world.parent / "other-data" / "train"
+    small_world.write_sequences(other, small_world.documents(small_world.TRAIN_SAMPLES, seed=77))
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_ALL, str(world)],
+        input=json.dumps(list(cases.values())),
+        env=environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    return dict(zip(cases, [json.loads(line[7:]) for line in lines], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("fine", ["accepted"]),
+        ("online", ["accepted"]),
+        ("unknown section", ["bridge.trian", "did you mean bridge.train"]),
+        ("unknown field", ["bridge.train.train_itres", "did you mean bridge.train.train_iters"]),
+        ("wrong type", ["bridge.train.train_iters", "an integer", "'many'"]),
+        ("wrong choice", ["bridge.scheduler.lr_decay_style", "did you mean cosine"]),
+        ("required", ["bridge.model.calculate_per_token_loss must be true"]),
+        ("dataset", ["bridge.dataset is set from"]),
+        ("batch", ["global_batch_size=6", "micro_batch_size 4"]),
+        ("no iterations", ["bridge.train.train_iters must be set"]),
+        ("vocabulary", ["512 ids", "vocabulary of 500", "--vocab-size 500"]),
+        ("no cache", ["/nowhere/cache", "megatron-kd capture"]),
+        ("no student", ["/nowhere/student", "megatron-kd init-student"]),
+        ("other data", ["other data", "Capture again"]),
+        ("cyclic", ["always shuffles"]),
+        ("length", ["seq_length is 64", "--seq-length 32", "bridge.model.seq_length=32"]),
+        ("evaluation with pipeline", ["bridge.train.eval_iters=0"]),
+    ],
+)
+def test_each_fault_names_the_remedy(answers, case, expected):
+    for part in expected:
+        assert part in answers[case], answers[case]
+
+
+def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(world, tmp_path):
+    command = [sys.executable, str(DISTILL), "--config", str(world), "--dry-run"]
+    done = subprocess.run(
+        [*command, f"output_dir={tmp_path}/out", "loss.impl=dense"],
+        env=environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    resolved = yaml.safe_load(done.stdout)
+    assert resolved["loss"]["impl"] == "dense"
+    assert resolved["bridge"]["model"]["num_layers"] == 2
+    assert resolved["bridge"]["dist"]["distributed_backend"] == "gloo"
+    assert "CPU backend with gloo" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_loader_reads_the_same_samples(world):
+    """`single` and `batch` see one order whatever the workers; `cyclic` sees the host's, and all of
+    the data.
+    """
+    common = ["bridge.train.train_iters=20", "bridge.train.eval_interval=10"]
+    runs = run_cases(
+        world,
+        1,
+        {
+            "single": common,
+            "single-workers": [*common, "data.num_workers=2"],
+            "batch": [*common, "data.dataloader=batch"],
+            "cyclic": [*common, "data.dataloader=cyclic", "data.num_workers=1"],
+        },
+    )
+    assert runs["single-workers"].train() == runs["single"].train()
+    assert runs["batch"].train() == pytest.approx(runs["single"].train(), rel=1e-6)
+    assert len(runs["cyclic"].train()) == 20
+    assert runs["cyclic"].train() != runs["single"].train()
+    for name in runs:
+        assert runs[name].validation()[0] == pytest.approx(runs["single"].validation()[0], rel=1e-6)
