@@ -26,7 +26,7 @@ from megatron_kd.losses.elementwise import full_gradient_, full_sums, max_and_su
 from megatron_kd.losses.rows import Rows
 from megatron_kd.losses.target import Divergence
 from megatron_kd.losses.topk_loss import check_index, check_labels, inverse_temperatures
-from megatron_kd.losses.vocab_parallel import VocabShard
+from megatron_kd.losses.vocab_parallel import VocabShard, add_column_
 
 
 class FullReading(NamedTuple):
@@ -149,6 +149,5 @@ class FullChunk:
         full_gradient_(z, self.y, student, teacher, reading.sums.T, (kd, ce), self.taus[0], options)
         if ce is not None and z.shape[-1]:
             mine, index = self._label_column()
-            add = torch.where(mine, -ce, 0.0).to(z.dtype)
-            z.scatter_add_(-1, index.unsqueeze(-1), add.unsqueeze(-1))
+            add_column_(z, index, mine, -ce)
         return self.evaluate(reading)

@@ -86,15 +86,25 @@ class Reading(NamedTuple):
 
 
 def cut_(z, columns: Columns):
-    """Scatter -inf over this shard's part of the support; a slot that is not ours cuts nothing."""
-    k = columns.support
-    index, mine = columns.index[:, :k], columns.mine[:, :k]
+    """Scatter -inf over this shard's part of the support."""
+    support = columns.index[:, : columns.support]
+    _write_support_(z, columns, torch.full_like(support, NEG_INF, dtype=z.dtype))
+
+
+def _write_support_(z, columns: Columns, values):
+    """z [n, valid] becomes values [n, K] on the support; a slot that is not ours writes nothing.
+
+    Such slots point at column 0, which is put back. Not scatter_add_: on CPUs it makes an fp32 copy
+    of all of a 16-bit z, on GPUs it takes atomics.
+    """
     if not z.shape[-1]:
         return
+    index, mine = columns.index[:, : columns.support], columns.mine[:, : columns.support]
     first = z[:, :1].clone()
-    z.scatter_(-1, index, NEG_INF)
-    cut_first = (mine & (index == 0)).any(-1, keepdim=True)
-    z[:, :1] = torch.where(cut_first, NEG_INF, first)
+    z.scatter_(-1, index, values)
+    at_first = mine & (index == 0)
+    own = torch.where(at_first, values, 0.0).sum(-1, keepdim=True)
+    z[:, :1] = torch.where(at_first.any(-1, keepdim=True), own, first)
 
 
 def read_(z, columns: Columns, inverse_taus, shard: VocabShard) -> Reading:
@@ -136,10 +146,18 @@ def write_gradient_(z, reading: Reading, columns: Columns, d_gathered, d_log_r, 
             scales[:, t] *= inverse_tau
     scales = torch.where(empty, 0.0, scales).T.contiguous()
     to_gradient_(z, reading.m, scales, inverse_taus)
-    if z.shape[-1]:
-        add = torch.where(columns.mine, d_gathered, 0.0).to(z.dtype)
-        z.scatter_add_(-1, columns.index, add)
+    k = columns.support
+    _write_support_(z, columns, d_gathered[:, :k].to(z.dtype))
+    if columns.index.shape[1] > k and z.shape[-1]:
+        add_column_(z, columns.index[:, k], columns.mine[:, k], d_gathered[:, k])
     return z
+
+
+def add_column_(z, index, mine, values) -> None:
+    """z [n, valid]: add values [n] at index [n] where mine."""
+    index = index.unsqueeze(-1)
+    values = torch.where(mine, values, 0.0).unsqueeze(-1)
+    z.scatter_(-1, index, (z.gather(-1, index).to(values.dtype) + values).to(z.dtype))
 
 
 def gather_sequence(shard_states, group):

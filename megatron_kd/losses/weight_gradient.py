@@ -12,8 +12,9 @@ import torch
 
 from megatron_kd.losses.elementwise import accumulation_dtype
 
-# A 16-bit product that the library cannot sum in fp32 is formed in slices of this size, so that it
-# is still in the cache when it is added, and no second [Vp, D] exists.
+# A 16-bit product that the library cannot sum in fp32 is formed in slices of the vocabulary: each
+# is still in the cache when it is added, there is no second [Vp, D], and no fp32 copy of all of dz
+# where the library has to widen its factors.
 SLICE_BYTES = 8 << 20
 
 
@@ -41,7 +42,7 @@ class WeightGradient:
         elif dz.is_cuda and _sums_in_product():
             torch.addmm(total, dz.T, h, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            rows = max(1, SLICE_BYTES // (h.shape[1] * h.element_size()))
+            rows = max(1, SLICE_BYTES // (4 * max(h.shape)))
             for i in range(0, self.valid, rows):
                 part = dz[:, i : i + rows].T @ h
                 if beta:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from gloo import run_ranks
 
 from megatron_kd.losses import (
+    Divergence,
     TopKTarget,
     dense_kd_loss,
     dense_online_kd_loss,
     fused_chunked_kd_loss,
     fused_cross_entropy,
     fused_online_kd_loss,
+    reference,
     sparse_chunked_kd_loss,
 )
 
@@ -46,6 +48,20 @@ def evaluate(loss_of, hidden, weight, bias, upstream):
     loss = loss_of(*leaves)
     (loss * upstream.to(loss.dtype)).sum().backward()
     return [loss.detach(), *(x.grad for x in leaves)]
+
+
+def definition(teacher, options):
+    """The loss of one rank, from whole logits and `reference`; teacher: a target, or logits."""
+    choice = {k: v for k, v in options.items() if k not in ("labels", "vocab_size")}
+    labels, vocab_size = options.get("labels"), options["vocab_size"]
+    function = reference.topk_loss if isinstance(teacher, TopKTarget) else reference.full_loss
+
+    def loss_of(hidden, weight, bias):
+        logits = hidden @ weight.T + bias
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return function(logits, teacher, Divergence(**choice), labels, vocab_size)
+
+    return loss_of
 
 
 def logits_from(hidden, weight, bias):
@@ -106,8 +122,7 @@ def topk_on_rank(rank):
     for objective, tail, temperature in combinations:
         options = dict(objective=objective, tail=tail, temperature=temperature, beta=0.3)
         options.update(labels=labels, ce_weight=0.2, vocab_size=REAL)
-        whole = lambda h, w, b: dense_kd_loss(h @ w.T + b, target, **options)  # noqa: B023, E731
-        want = evaluate(whole, hidden, weight, bias, upstream)
+        want = evaluate(definition(target, options), hidden, weight, bias, upstream)
         for name, head in topk_heads(target, upstream, dict(options, tp_group=group)).items():
             got = evaluate(head, hidden, w, b, upstream)
             compare(got, want, rank, ranks, f"TP {ranks} {name} {objective} {tail} {temperature}")
@@ -127,8 +142,7 @@ def online_on_rank(rank):
         options = dict(objective=objective, temperature=temperature, beta=0.3)
         options.update(labels=labels, ce_weight=0.2, vocab_size=REAL)
         y = teacher @ teacher_weight.T
-        whole = lambda h, w, b: dense_online_kd_loss(h @ w.T + b, y, **options)  # noqa: B023, E731
-        want = evaluate(whole, hidden, weight, bias, upstream)
+        want = evaluate(definition(y, options), hidden, weight, bias, upstream)
         options["tp_group"] = group
 
         def fused(h, w, b, teacher=teacher, options=options, **more):
@@ -171,8 +185,7 @@ def sequence_parallel_on_rank(rank):
     options = dict(labels=labels, vocab_size=REAL, tail="bucket")
     for gradient, some in itertools.product(("recompute", "in_forward"), (False, True)):
         weights = torch.where(chosen, upstream, 0.0) if some else upstream
-        whole = lambda h, w, b: dense_kd_loss(h @ w.T + b, target, **options)  # noqa: E731
-        want = evaluate(whole, hidden, weight, bias, weights)
+        want = evaluate(definition(target, options), hidden, weight, bias, weights)
         if some:
             want[0] = torch.where(chosen, want[0], 0.0)
 
@@ -214,8 +227,8 @@ def sequence_parallel_on_rank(rank):
 def low_precision_on_rank(rank):
     """bf16 shards: no worse than four times the plain bf16 loss of one rank."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
-    whole = lambda h, w, b: dense_kd_loss(h @ w.T + b, target, vocab_size=REAL)  # noqa: E731
     hidden, weight, bias, target, _, upstream = make_inputs()
+    whole = definition(target, dict(vocab_size=REAL))
     truth = evaluate(whole, hidden, weight, bias, upstream)
     hidden, weight, bias, target, _, upstream = make_inputs(torch.bfloat16)
     plain = evaluate(whole, hidden, weight, bias, upstream)

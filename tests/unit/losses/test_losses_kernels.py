@@ -1,0 +1,225 @@
+"""The passes between the products: eager in blocks, compiled, and Triton in its interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_kd.losses import (
+    Divergence,
+    compiled_kernels,
+    eager_kernels,
+    elementwise,
+    fused_chunked_kd_loss,
+    triton_kernels,
+)
+from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+TEMPERATURES = [(1.0,), (2.0,), (20.0, 1.0)]
+
+
+def make_logits(dtype, columns, rows=9):
+    """Rows with nothing left, with a late start, far from zero, and beyond exp's range."""
+    make = torch.Generator().manual_seed(columns)
+    z = torch.randn(rows, columns, generator=make) * 5
+    z[:, :7] = float("-inf")
+    z[3] = float("-inf")
+    z[4, : columns - 3] = float("-inf")
+    z[5] += 1e4
+    z[6] *= 2000
+    return z.to(dtype)
+
+
+def check_against_definition(kernels, dtype, columns, inverse_taus):
+    z = make_logits(dtype, columns)
+    m, sums = kernels.max_and_sums(z, inverse_taus)
+    exact = z.double()
+    assert torch.equal(m.double(), exact.amax(-1))
+    shift = torch.where(m == float("-inf"), 0.0, m).double().unsqueeze(-1)
+    scales = torch.linspace(-1, 1, len(inverse_taus) * 9).view(len(inverse_taus), 9)
+    want = torch.zeros_like(exact)
+    for t, inverse_tau in enumerate(inverse_taus):
+        terms = ((exact - shift) * inverse_tau).exp()
+        torch.testing.assert_close(sums[t].double(), terms.sum(-1), rtol=1e-5, atol=0)
+        want += scales[t].double().unsqueeze(-1) * terms
+    kernels.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus)
+    rtol = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(z.double(), want, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("inverse_taus", TEMPERATURES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_eager(dtype, inverse_taus, monkeypatch):
+    for block_bytes in (1, 100_000, 1 << 30):  # one row, a few, all of them
+        monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", block_bytes)
+        check_against_definition(eager_kernels, dtype, 4999, inverse_taus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled(dtype):
+    if not compiled_kernels.available():
+        pytest.skip("torch.compile is disabled or has no tool chain here")
+    for inverse_taus in TEMPERATURES:
+        check_against_definition(compiled_kernels, dtype, 4999, inverse_taus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
+def test_compiled_pair(objective):
+    """The passes over both models' logits, compiled, against the formulas in fp64."""
+    if not compiled_kernels.available():
+        pytest.skip("torch.compile is disabled or has no tool chain here")
+    make = torch.Generator().manual_seed(0)
+    z, y = torch.randn(5, 3001, generator=make), torch.randn(5, 3001, generator=make)
+    options = Divergence(objective=objective, beta=0.3)
+    m, sums = eager_kernels.max_and_sums(z, (0.5, 1.0))
+    teacher_m, teacher_sums = eager_kernels.max_and_sums(y, (0.5,))
+    student, teacher = (m, *sums.log()), (teacher_m, teacher_sums[0].log())
+    kd, ce = torch.linspace(-1, 1, 5), torch.linspace(0, 1, 5)
+    double = [x.double() for x in (*student, *teacher)]
+    log_q = log_probability(z, double[0], double[1], 0.5)
+    log_p = log_probability(y, double[3], double[4], 0.5)
+    totals = torch.stack(row_sums(log_q, log_p, objective, 0.3))
+    got = compiled_kernels.full_sums(z, y, student[:2], teacher, 0.5, options)
+    torch.testing.assert_close(got.double(), totals, rtol=1e-5, atol=1e-6)
+    want = gradient(log_q, log_p, *totals, objective, 0.3) * kd.unsqueeze(-1)
+    for weights, more in (((kd, None), 0), ((kd, ce), 1)):
+        dz = z.clone()
+        compiled_kernels.full_gradient_(
+            dz, y, student, teacher, totals.float(), weights, 0.5, options
+        )
+        softmax = log_probability(z, double[0], double[2], 1.0).exp() * ce.unsqueeze(-1)
+        torch.testing.assert_close(dz.double(), want + more * softmax, rtol=1e-4, atol=1e-8)
+
+
+def fresh_availability(monkeypatch):
+    compiled_kernels.available.cache_clear()
+    monkeypatch.setattr(elementwise, "LEAST_COMPILED_ELEMENTS", 1)
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_disabled_compiler_means_eager(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    fresh_availability(monkeypatch)
+    assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
+    assert elementwise.describe(torch.device("cpu")) == "eager"
+    compiled_kernels.available.cache_clear()
+
+
+def test_broken_compiler_means_eager_and_is_said(monkeypatch, caplog):
+    class Broken:
+        def read(self, *_):
+            raise RuntimeError("no C++ compiler found\nlong story")
+
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(compiled_kernels, "_compiled", Broken)
+    fresh_availability(monkeypatch)
+    with caplog.at_level("WARNING"):
+        assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
+        assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
+    assert [record.getMessage() for record in caplog.records] == [
+        "elementwise work is eager, torch.compile does not work here: no C++ compiler found"
+    ]
+    compiled_kernels.available.cache_clear()
+
+
+def test_backend_can_be_forced():
+    with elementwise.use_backend("eager"):
+        assert elementwise._backend(torch.zeros(4000, 4000)) is eager_kernels
+    with pytest.raises(ValueError, match="eager, compiled, triton"):
+        with elementwise.use_backend("cuda"):
+            pass
+
+
+@needs_triton
+def test_triton_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=HERE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interpreted" in done.stdout
+
+
+def run_interpreted():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for columns in (37, 4096, 9001):
+            for inverse_taus in TEMPERATURES:
+                check_against_definition(triton_kernels, dtype, columns, inverse_taus)
+    from loss_cases import in_forward, make_case, recompute, run, upstream_of
+
+    case = make_case(temperature=2.0, captured=True).with_options(tail="bucket", ce_weight=0.3)
+    for head in (recompute, in_forward):
+        results = []
+        for backend in ("eager", "triton"):
+            with elementwise.use_backend(backend):
+                results.append(run(head, case, torch.float32, upstream_of(case)))
+        for name, want in results[0].items():
+            torch.testing.assert_close(results[1][name], want, rtol=1e-5, atol=1e-6)
+    print("interpreted")
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["read_rows", "write_rows"])
+@pytest.mark.parametrize("logits", ["*fp32", "*bf16", "*fp16"])
+def test_triton_compiles_for_a_gpu(kernel, logits):
+    """Down to machine code for compute capability 9.0, with Triton's assembler and no device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_kd.losses import triton_source
+
+    constants = {"COLUMNS": 65536, "TEMPERATURES": 2, "BLOCK": 2048}
+    signature = {"z": logits, "row_stride": "i32", "inverse_tau": "fp32"}
+    signature.update(other_inverse_tau="fp32", m="*fp32", sums="*fp32", scales="*fp32", rows="i32")
+    function = getattr(triton_source, kernel)
+    signature = {
+        name: "constexpr" if name in constants else signature[name] for name in function.arg_names
+    }
+    source = ASTSource(function, signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert len(compiled.asm["cubin"]) > 0
+
+
+def test_large_chunks_work_whatever_backend_is_picked():
+    """More elements than LEAST_COMPILED_ELEMENTS, through the default choice and the eager twin."""
+    make = torch.Generator().manual_seed(0)
+    rows = elementwise.LEAST_COMPILED_ELEMENTS // 4096 + 1
+    hidden = torch.randn(rows, 1, 2, generator=make)
+    weight = torch.randn(4096, 2, generator=make).requires_grad_()
+    from megatron_kd.losses import TopKTarget
+
+    target = TopKTarget(torch.arange(3).expand(rows, 1, 3), torch.full((rows, 1, 3), -2.0))
+    results = []
+    for force in (False, True):
+        weight.grad = None
+        if force:
+            with elementwise.use_backend("eager"):
+                loss = fused_chunked_kd_loss(hidden, weight, target, chunk_size=rows)
+                loss.sum().backward()
+        else:
+            loss = fused_chunked_kd_loss(hidden, weight, target, chunk_size=rows)
+            loss.sum().backward()
+        results.append((loss.detach(), weight.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-4)
+
+
+if __name__ == "__main__":
+    run_interpreted()
