@@ -46,8 +46,26 @@ class CacheConfig:
     Offline only.
     """
 
+    mixture: list[dict[str, Any]] = field(default_factory=list)
+    """Several caches instead of `path`: [{path: …, weight: …}, …]. All give training samples in
+    these shares; each with a `validation` split gives validation samples too."""
+
     check_checksums: bool = True
     """Verify each shard's checksum on first use. Every sample's token hash is always checked."""
+
+    def __post_init__(self):
+        for index, entry in enumerate(self.mixture):
+            if set(entry) != {"path", "weight"}:
+                raise ConfigError(
+                    f"cache.mixture[{index}] must have the keys path and weight, not "
+                    f"{sorted(entry)}"
+                )
+
+    def sources(self) -> list[tuple[str, float]]:
+        """(directory, weight) of every cache."""
+        if self.path is not None:
+            return [(self.path, 1.0)]
+        return [(str(entry["path"]), float(entry["weight"])) for entry in self.mixture]
 
 
 @dataclass(kw_only=True)
@@ -165,7 +183,9 @@ class DistillConfig:
             self._check_online()
 
     def _check_offline(self):
-        if self.cache.path is None:
+        if self.cache.path is not None and self.cache.mixture:
+            raise ConfigError("set cache.path or cache.mixture, not both")
+        if self.cache.path is None and not self.cache.mixture:
             raise ConfigError(
                 "cache.path is required with mode=offline: run `megatron-kd capture` first"
             )

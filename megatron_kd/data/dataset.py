@@ -38,6 +38,9 @@ class DistillDataset(torch.utils.data.Dataset):
         period: Items after which the same samples come again, for evaluation: every evaluation sees
             one set.
 
+        temperature: The loss's τ; where the cache holds the teacher's normaliser at it, items carry
+            it.
+
     Items are mappings of tensors: tokens, labels, position_ids [S] int64, loss_mask [S] fp32,
     sample_index [1] int64 and, from a cache, topk_ids [S, K] int32 (−1 where nothing is stored) and
     topk_logprobs [S, K] fp32, nats (−inf).
@@ -52,6 +55,7 @@ class DistillDataset(torch.utils.data.Dataset):
         shuffle: bool = False,
         seed: int = 0,
         period: int | None = None,
+        temperature: float = 1.0,
     ):
         if len(source) == 0:
             raise ValueError("the source holds no samples; prepare or capture some first")
@@ -61,6 +65,7 @@ class DistillDataset(torch.utils.data.Dataset):
         self.shuffle = shuffle
         self.seed = seed
         self.period = period
+        self.temperature = temperature
         self._orders = OrderedDict()
 
     def __len__(self) -> int:
@@ -99,6 +104,10 @@ class DistillDataset(torch.utils.data.Dataset):
         }
         if hasattr(sample, "topk_ids"):
             item |= _support(sample, S, n)
+            if self.temperature != 1.0 and self.temperature in sample.log_z:
+                log_z = np.zeros(S, dtype=np.float32)
+                log_z[: n - 1] = sample.log_z[self.temperature][: n - 1]
+                item["log_z_tau"] = torch.from_numpy(log_z)
         return item
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Open stored samples, and check that a cache and prepared data hold the same ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_kd.cache import CacheReader
+from megatron_kd.cache.mixing import MixedReader
 from megatron_kd.data.sequences import SequenceReader
 
 SPOT_CHECKS = 64
@@ -13,18 +15,33 @@ manifests.
 """
 
 
-def open_source(path: str | Path, *, is_cache: bool, check_checksums: bool = True):
-    """A reader of cached teacher rows, or of prepared sequences.
+def open_caches(sources: Sequence[tuple[str | Path, float]], *, check_checksums: bool = True):
+    """One cache, or several mixed by weight.
+
+    Args:
+        sources: (directory of one split, weight), …; an address like s3://… is read through a local
+            copy.
 
     Raises:
         FileNotFoundError: Nothing is there; the message names the command that makes it.
-        CacheError: The cache is incomplete or damaged.
+        CacheError: A cache is incomplete or damaged, or they cannot be mixed.
     """
-    command = "megatron-kd capture" if is_cache else "megatron-kd prepare"
-    if not Path(path).is_dir() and "://" not in str(path):
-        raise FileNotFoundError(f"no directory {path}; make it with `{command}`")
-    if is_cache:
-        return CacheReader(path, check_checksums=check_checksums)
+    for path, _ in sources:
+        if not Path(path).is_dir() and "://" not in str(path):
+            raise FileNotFoundError(f"no directory {path}; make it with `megatron-kd capture`")
+    if len(sources) == 1:
+        return CacheReader(sources[0][0], check_checksums=check_checksums)
+    return MixedReader(sources, check_checksums=check_checksums)
+
+
+def open_sequences(path: str | Path) -> SequenceReader:
+    """Prepared sequences.
+
+    Raises:
+        FileNotFoundError: Nothing is there; the message names the command that makes it.
+    """
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"no directory {path}; make it with `megatron-kd prepare`")
     return SequenceReader(path)
 
 

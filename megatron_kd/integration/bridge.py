@@ -20,6 +20,7 @@ from megatron_kd.integration import (
     host_config,
     host_patches,
     loss_seam,
+    modelopt,
     sample_guard,
 )
 from megatron_kd.integration.first_evaluation import FirstEvaluation
@@ -41,6 +42,8 @@ def prepare(config: DistillConfig) -> ConfigContainer:
     """
     container = host_config.build_container(config)
     compatibility.check(config, container)
+    if config.mode == "online":
+        modelopt.check(config, container)
     return container
 
 
@@ -61,8 +64,6 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))
     if config.mode == "online":
-        from megatron_kd.integration import modelopt
-
         step = modelopt.set_up(config, container)
     else:
         loss_seam.register(container.model, config.loss)

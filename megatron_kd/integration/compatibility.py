@@ -42,6 +42,7 @@ def check(config: DistillConfig, container) -> None:
     _check_vocabulary(config, train, container.model.vocab_size)
     _check_sequence_length(config, train, container.model.seq_length)
     _check_packing(train)
+    _check_temperature(config, train)
     if config.data.dataloader == "cyclic":
         _check_cyclic(len(train), container.train)
     _check_resume(config, identity(config, container, train))
@@ -86,7 +87,8 @@ def _check_vocabulary(config: DistillConfig, source, student_vocab: int) -> None
     vocab = source.manifest["vocab_size"]
     if config.mode == "offline" and vocab != student_vocab:
         raise ConfigError(
-            f"the cache at {config.cache.path} was captured over {vocab} ids, but the student has "
+            f"the cache at {config.cache.sources()[0][0]} was captured over {vocab} ids, but the "
+            "student has "
             "a vocabulary of "
             f"{student_vocab}. If the larger one only has padding rows, capture again with "
             "--vocab-size "
@@ -118,6 +120,21 @@ def _check_packing(source) -> None:
             "block-packed samples need attention that keeps documents apart, which the training "
             "step does not "
             "provide; prepare with --packing none or naive"
+        )
+
+
+def _check_temperature(config: DistillConfig, source) -> None:
+    loss = config.loss
+    if config.mode != "offline" or loss.tail != "bucket" or loss.temperature == 1.0:
+        return
+    captured = [float(tau) for tau in source.manifest.get("temperatures", [])]
+    if loss.temperature not in captured:
+        raise ConfigError(
+            f"loss.tail=bucket at loss.temperature={loss.temperature} needs the teacher's "
+            "normaliser at that "
+            f"temperature; the cache holds those for {captured or 'none'}. Capture again with "
+            "--temperatures "
+            f"{loss.temperature}, or use tail none or renormalise"
         )
 
 

@@ -2,13 +2,13 @@
 prepared data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
 
 from megatron_kd.data.dataset import DistillDataset
-from megatron_kd.data.sources import check_same_tokens, open_source
+from megatron_kd.data.sources import check_same_tokens, open_caches, open_sequences
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -22,7 +22,7 @@ class DistillDatasetProvider(DatasetProvider):
     """
 
     mode: str = "offline"
-    cache_path: str | None = None
+    caches: list[tuple[str, float]] = field(default_factory=list)
     data_path: str | None = None
     sequence_length: int = 0
     check_checksums: bool = True
@@ -30,6 +30,7 @@ class DistillDatasetProvider(DatasetProvider):
     seed: int = 1234
     allow_unsupervised_samples: bool = False
     evaluation_samples: int = 0
+    temperature: float = 1.0
     skip_getting_attention_mask_from_dataset: bool = True
 
     def build_datasets(self, context: DatasetBuildContext):
@@ -56,16 +57,24 @@ class DistillDatasetProvider(DatasetProvider):
         if split == TRAIN and self.dataloader_type == "cyclic":
             length, shuffle = len(source), False  # the host's sampler shuffles and repeats
         return DistillDataset(
-            source, self.sequence_length, length, shuffle=shuffle, seed=self.seed, period=period
+            source,
+            self.sequence_length,
+            length,
+            shuffle=shuffle,
+            seed=self.seed,
+            period=period,
+            temperature=self.temperature,
         )
 
     def open(self, split: str):
         """The stored samples of a split, checked against the prepared data where both are given."""
-        prepared = Path(self.data_path) / split if self.data_path else None
-        cached = Path(self.cache_path) / split if self.cache_path else None
-        source = open_source(
-            cached or prepared, is_cache=cached is not None, check_checksums=self.check_checksums
-        )
-        if cached and prepared:
-            check_same_tokens(source, open_source(prepared, is_cache=False))
+        prepared = f"{self.data_path}/{split}" if self.data_path else None
+        if not self.caches:
+            return open_sequences(prepared)
+        sources = [(f"{path}/{split}", weight) for path, weight in self.caches]
+        if split == VALIDATION:  # of a mixture, those caches that have one
+            sources = [entry for entry in sources if Path(entry[0]).is_dir()] or sources
+        source = open_caches(sources, check_checksums=self.check_checksums)
+        if prepared:
+            check_same_tokens(source, open_sequences(prepared))
         return source

@@ -21,7 +21,7 @@ from megatron_kd.integration.loss_seam import DistillationLoss, LossBatch
 from megatron_kd.integration.sample_guard import check_finite
 
 FIRST_STAGE_KEYS = ("tokens", "position_ids")
-LAST_STAGE_KEYS = ("labels", "loss_mask", "topk_ids", "topk_logprobs")
+LAST_STAGE_KEYS = ("labels", "loss_mask", "topk_ids", "topk_logprobs", "log_z_tau")
 
 NO_TOKENS = 1e-9
 """Added to a reported token count: it vanishes beside 1, and a batch without a supervised token
@@ -57,6 +57,7 @@ class OfflineStep:
                 LossBatch(
                     topk_ids=batch["topk_ids"],
                     topk_logprobs=batch["topk_logprobs"],
+                    log_z_tau=batch["log_z_tau"],
                     loss_mask=batch["loss_mask"],
                     supervised_index=supervised_index(host_mask, batch["loss_mask"].device),
                 )

@@ -51,7 +51,7 @@ def host_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in TESTED_HOSTS}
 
 
-def student_provider(hf_path: str, load_weights: bool):
+def model_provider(hf_path: str, load_weights: bool):
     """The host's model provider for a Hugging Face directory, set up for this machine's backend."""
     directory = Path(hf_path)
     if not (directory / "config.json").is_file():
@@ -78,13 +78,14 @@ def build_container(config: DistillConfig) -> ConfigContainer:
         ConfigError: An unknown or contradictory key of the `bridge` section, or a directory that is
             not there.
     """
-    provider = student_provider(config.student.hf_path, config.student.load_weights)
+    provider = model_provider(config.student.hf_path, config.student.load_weights)
     container = _defaults(config, provider)
     if "dataset" in config.bridge:
         raise ConfigError("bridge.dataset is set from the cache, data and loss sections; remove it")
     container.dataset = DistillDatasetProvider(
         mode=config.mode,
-        cache_path=config.cache.path if config.mode == "offline" else None,
+        caches=config.cache.sources() if config.mode == "offline" else [],
+        temperature=config.loss.temperature,
         data_path=config.data.path,
         check_checksums=config.cache.check_checksums,
         shuffle=config.data.shuffle,

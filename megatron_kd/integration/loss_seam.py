@@ -35,6 +35,9 @@ class LossBatch:
 
     topk_ids: torch.Tensor  # [b, s, K] int32, −1 unused
     topk_logprobs: torch.Tensor  # [b, s, K] fp32 nats, −inf unused
+    log_z_tau: (
+        torch.Tensor | None
+    )  # [b, s] fp32, the teacher's normaliser at the loss's temperature
     loss_mask: torch.Tensor  # [b, s] fp32
     supervised_index: torch.Tensor  # [rows] int64, into the flattened [s · b]
 
@@ -111,6 +114,7 @@ class DistillationLoss:
         target = TopKTarget(
             ids=batch.topk_ids.transpose(0, 1),  # [s, b, K]
             logprobs=batch.topk_logprobs.transpose(0, 1),
+            log_z_tau=None if batch.log_z_tau is None else batch.log_z_tau.transpose(0, 1),
         )
         common = dict(
             objective=config.objective,

@@ -24,6 +24,7 @@ from modelopt.torch.distill.plugins.megatron import BaseLoss
 from megatron_kd.config import DistillConfig, LossConfig
 from megatron_kd.integration import teacher_check
 from megatron_kd.integration.forward_step import load_batch, sum_over_tokens, supervised_index
+from megatron_kd.integration.host_config import model_provider
 from megatron_kd.integration.sample_guard import check_finite
 from megatron_kd.losses import dense_online_kd_loss, fused_online_kd_loss
 from megatron_kd.typed_mapping import ConfigError
@@ -173,20 +174,47 @@ class SumBalancer(mtd.DistillationLossBalancer):
         }
 
 
-def set_up(config: DistillConfig, container) -> "OnlineStep":
-    """Turn the container's model into student and teacher, and return the forward step for them.
+def check(config: DistillConfig, container) -> None:
+    """Refuse what cannot stand beside this student, before any process group starts.
 
     Raises:
-        ConfigError: The teacher cannot stand beside this student.
+        ConfigError: The vocabularies differ, or the host cannot lay both models out like this.
     """
-    from megatron_kd.integration.host_config import student_provider
+    student, teacher = container.model, _teacher_provider(config)
+    if teacher.vocab_size != student.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.vocab_size} ids, the student {student.vocab_size}; online "
+            "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
+            "masks the teacher's padding rows"
+        )
+    if student.pipeline_model_parallel_size > 1 and container.train.eval_iters:
+        raise ConfigError(
+            "this host evaluates a distillation model with messages sized for the student alone, "
+            "so "
+            "pipeline parallelism and evaluation exclude each other online; set "
+            "bridge.train.eval_iters=0"
+        )
+    if student.virtual_pipeline_model_parallel_size:
+        raise ConfigError(
+            "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
+        )
+    tp = student.tensor_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups"):
+        if getattr(teacher, name) % tp:
+            raise ConfigError(
+                f"the teacher's {name} of {getattr(teacher, name)} cannot be split over "
+                f"bridge.model.tensor_model_parallel_size={tp}, which both models share online; "
+                "use "
+                "another size, or distil offline"
+            )
 
-    student = container.model
-    teacher = student_provider(config.teacher.hf_path, load_weights=True)
+
+def set_up(config: DistillConfig, container) -> "OnlineStep":
+    """Turn the container's model into student and teacher, and return the forward step for them."""
+    student, teacher = container.model, _teacher_provider(config)
     for name in SHARED_FIELDS:
         if hasattr(student, name):
             setattr(teacher, name, getattr(student, name))
-    _check(config, container, student, teacher)
     teacher.register_pre_wrap_hook(
         partial(teacher_check.weights_are_loaded, hf_path=config.teacher.hf_path)
     )
@@ -206,24 +234,8 @@ def set_up(config: DistillConfig, container) -> "OnlineStep":
     return OnlineStep()
 
 
-def _check(config: DistillConfig, container, student, teacher) -> None:
-    if teacher.vocab_size != student.vocab_size:
-        raise ConfigError(
-            f"the teacher has {teacher.vocab_size} ids, the student {student.vocab_size}; online "
-            "distillation needs "
-            "one vocabulary. Distil offline: `megatron-kd capture --vocab-size` masks the "
-            "teacher's padding rows"
-        )
-    if student.pipeline_model_parallel_size > 1 and container.train.eval_iters:
-        raise ConfigError(
-            "this host evaluates a distillation model with messages sized for the student alone, "
-            "so pipeline "
-            "parallelism and evaluation exclude each other online; set bridge.train.eval_iters=0"
-        )
-    if getattr(student, "virtual_pipeline_model_parallel_size", None):
-        raise ConfigError(
-            "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
-        )
+def _teacher_provider(config: DistillConfig):
+    return model_provider(config.teacher.hf_path, load_weights=True)
 
 
 def _attach(model: list) -> list:

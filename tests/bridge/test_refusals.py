@@ -62,6 +62,7 @@ def answers(world):
         "no iterations": ["bridge.train.train_iters=0"],
         "vocabulary": [f"cache.path={caches['vocabulary']}"],
         "no cache": ["cache.path=/nowhere/cache"],
+        "bucket": ["loss.tail=bucket", "loss.temperature=2"],
         "no student": ["student.hf_path=/nowhere/student"],
         "other data": [f"data.path={world.parent}/other-data"],
         "cyclic": ["data.dataloader=cyclic", "data.shuffle=false"],
@@ -100,6 +101,7 @@ def answers(world):
         ("no iterations", ["bridge.train.train_iters must be set"]),
         ("vocabulary", ["512 ids", "vocabulary of 500", "--vocab-size 500"]),
         ("no cache", ["/nowhere/cache", "megatron-kd capture"]),
+        ("bucket", ["loss.temperature=2.0", "--temperatures 2.0"]),
         ("no student", ["/nowhere/student", "megatron-kd init-student"]),
         ("other data", ["other data", "Capture again"]),
         ("cyclic", ["always shuffles"]),
@@ -135,6 +137,7 @@ def test_every_loader_reads_the_same_samples(world):
     """`single` and `batch` see one order whatever the workers; `cyclic` sees the host's, and all of
     the data.
     """
+    cache = world.parent / "cache"
     common = ["bridge.train.train_iters=20", "bridge.train.eval_interval=10"]
     runs = run_cases(
         world,
@@ -144,8 +147,14 @@ def test_every_loader_reads_the_same_samples(world):
             "single-workers": [*common, "data.num_workers=2"],
             "batch": [*common, "data.dataloader=batch"],
             "cyclic": [*common, "data.dataloader=cyclic", "data.num_workers=1"],
+            "mixture": [
+                *common,
+                "cache.path=null",
+                f"cache.mixture=[{{path: {cache}, weight: 1}}, {{path: {cache}, weight: 3}}]",
+            ],
         },
     )
+    assert len(runs["mixture"].train()) == 20
     assert runs["single-workers"].train() == runs["single"].train()
     assert runs["batch"].train() == pytest.approx(runs["single"].train(), rel=1e-6)
     assert len(runs["cyclic"].train()) == 20

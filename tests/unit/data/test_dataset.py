@@ -20,6 +20,7 @@ def sample(index, n=S + 1, cached=True):
     if cached:
         values["topk_ids"] = np.arange(n * K, dtype=np.int32).reshape(n, K)
         values["topk_logprobs"] = -np.ones((n, K), dtype=np.float32)
+        values["log_z"] = {2.0: np.arange(n, dtype=np.float32)}
     return SimpleNamespace(**values)
 
 
@@ -43,6 +44,12 @@ def test_a_short_sample_is_padded_and_masked():
     assert item["loss_mask"].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
     assert (item["topk_ids"][3:] == -1).all()
     assert torch.isinf(item["topk_logprobs"][3:]).all()
+
+
+def test_the_teachers_normaliser_comes_with_its_temperature():
+    assert dataset(temperature=2.0)[1]["log_z_tau"].tolist() == list(range(8))
+    assert "log_z_tau" not in dataset(temperature=3.0)[1]
+    assert "log_z_tau" not in dataset()[1]
 
 
 def test_a_long_sample_is_refused():
