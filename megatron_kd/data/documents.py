@@ -73,12 +73,16 @@ class DocumentTokenizer:
                 the first one.
 
         Raises:
-            ValueError: A record cannot become a document, and `skip_invalid` is None.
+            ValueError: A record cannot become a document, and `skip_invalid` is None; or there are
+                conversations and the tokenizer cannot render them.
         """
         records = iter(records)
         while batch := list(itertools.islice(records, _BATCH_RECORDS)):
             texts = [r.values["text"] for r in batch if r.kind == "text" and _is_text(r)]
             encoded = iter(self._encode_texts(texts))
+            if self.chat is None and any(record.kind == "messages" for record in batch):
+                # Outside the loop: a tokenizer that cannot chat is no fault of a record's.
+                self.chat = ChatTokenizer(self.tokenizer, self._chat_rules)
             for record in batch:
                 try:
                     yield self._document(record, encoded)
@@ -105,8 +109,6 @@ class DocumentTokenizer:
             tokens = np.asarray([*self._before, *next(encoded), *self._after], np.int32)
             return Document("text", tokens, np.ones(len(tokens), bool))
         if record.kind == "messages":
-            if self.chat is None:
-                self.chat = ChatTokenizer(self.tokenizer, self._chat_rules)
             values = record.values
             tokens, wanted = self.chat.encode(values["messages"], values.get("tools"))
             return Document("messages", tokens, wanted)

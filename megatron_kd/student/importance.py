@@ -2,9 +2,10 @@
 
 As in Minitron (arXiv 2407.14679) nothing is differentiated: activations alone rank the channels. A
 feed-forward channel or a key/value group counts by the size of what it adds to the residual stream
-(activation and outgoing weight together); a hidden channel by its mean absolute value behind the
-norms, summed over all of them. Letters: L layers, G key/value groups, F feed-forward width,
-D hidden size, T tokens, W width of one group's heads together.
+(activation and outgoing weight together); a hidden channel by its share of the mean square that
+enters the norms, summed over all of them (on SmolLM2 a better choice than the activations behind
+the norms). Letters: L layers, G key/value groups, F feed-forward width, D hidden size, T tokens,
+W width of one group's heads together.
 """
 
 import os
@@ -91,7 +92,7 @@ class _Probes:
             for name, module in body.named_modules()
             if name == "norm" or name.endswith("layernorm")
         }
-        self.ffn, self.groups, self.power, self.hidden = {}, {}, {}, {}
+        self.ffn, self.groups, self.power = {}, {}, {}
         self._hooks = []
         for number, layer in enumerate(body.layers):
             self._watch(layer.mlp.down_proj, self._ffn_hook(number))
@@ -124,7 +125,6 @@ class _Probes:
     def _norm_hook(self, name: str):
         def add(module, inputs, output):
             _add(self.power, name, inputs[0].float().square().sum(dim=(0, 1)))  # [D]
-            _add(self.hidden, name, output.float().abs().sum(dim=(0, 1)))  # [D]
 
         return add
 
@@ -138,7 +138,7 @@ class _Probes:
         return Importance(
             ffn=(ffn / tokens).sqrt().numpy(),
             kv_groups=(torch.stack([self.groups[n] for n in layers]) / tokens).sqrt().numpy(),
-            hidden=(sum(self.hidden.values()) / tokens).numpy(),
+            hidden=sum(power / power.sum() for power in self.power.values()).numpy(),
             norm_input_power={name: (p / tokens).numpy() for name, p in self.power.items()},
             tokens=tokens,
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_kd import cli
 from megatron_kd.data.documents import tokenizer_hash
@@ -289,6 +290,18 @@ def test_bad_records_can_be_left_out(smollm2_dir, tmp_path, capsys):
     manifest = SequenceReader(tmp_path / "out" / "train").manifest
     assert manifest["skipped_records"] == 3 and manifest["documents"] == {"text": 1, "tokens": 1}
     assert capsys.readouterr().err.count("left out: in.jsonl:") == 3
+
+
+def test_a_tokenizer_that_cannot_chat_is_no_fault_of_the_records(
+    smollm2_dir, tmp_path, capsys, monkeypatch
+):
+    used = AutoTokenizer.from_pretrained(str(smollm2_dir), use_fast=True)  # the one prepare gets
+    monkeypatch.setattr(used, "chat_template", None)
+    source = write_lines(
+        tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "x"}]}, {"text": "y z"}]
+    )
+    assert prepare(smollm2_dir, tmp_path / "out", "--input", source, "--skip-invalid") == 1
+    assert "no chat template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -120,36 +120,30 @@ def test_importance_is_what_it_says(calibration, tmp_path):
     found = measure(tmp_path / "teacher", documents, max_tokens=10**9)
     assert found.tokens == sum(map(len, documents))
     layer = model.model.layers[2]
-    ffn, hidden, power = torch.zeros(20), torch.zeros(24), torch.zeros(24)
+    ffn, powers = torch.zeros(20), torch.zeros(11, 24)
     for document in documents:
+        ids = torch.from_numpy(np.array(document, np.int64))[None]
+        positions = torch.arange(len(document))[None]
         with torch.no_grad():
-            states = model(
-                torch.from_numpy(np.array(document, np.int64))[None], output_hidden_states=True
-            ).hidden_states
-            entering = states[0]
-            for each in model.model.layers:
-                normed = each.input_layernorm(entering)
-                hidden += normed.abs().sum((0, 1))
-                positions = torch.arange(entering.shape[1])[None]
-                attended = (
-                    entering
-                    + each.self_attn(
-                        normed, model.model.rotary_emb(entering, positions), attention_mask=None
-                    )[0]
-                )
-                normed = each.post_attention_layernorm(attended)
-                hidden += normed.abs().sum((0, 1))
+            state = model.model.embed_tokens(ids)
+            turns = model.model.rotary_emb(state, positions)
+            for number, each in enumerate(model.model.layers):
+                powers[2 * number] += state.square().sum((0, 1))
+                normed = each.input_layernorm(state)
+                state = state + each.self_attn(normed, turns, attention_mask=None)[0]
+                powers[2 * number + 1] += state.square().sum((0, 1))
+                normed = each.post_attention_layernorm(state)
                 inner = each.mlp.act_fn(each.mlp.gate_proj(normed)) * each.mlp.up_proj(normed)
                 if each is layer:
                     ffn += inner.square().sum((0, 1))
-                    power += attended.square().sum((0, 1))
-                entering = attended + each.mlp(normed)
-            hidden += model.model.norm(entering).abs().sum((0, 1))
+                state = state + each.mlp(normed)
+            powers[10] += state.square().sum((0, 1))
     wanted = (ffn / found.tokens).sqrt() * layer.mlp.down_proj.weight.norm(dim=0).detach()
     np.testing.assert_allclose(found.ffn[2], wanted, rtol=1e-4)
-    np.testing.assert_allclose(found.hidden, hidden / found.tokens, rtol=1e-4)
+    shares = powers / powers.sum(dim=1, keepdim=True)
+    np.testing.assert_allclose(found.hidden, shares.sum(dim=0), rtol=1e-4)
     name = "model.layers.2.post_attention_layernorm.weight"
-    np.testing.assert_allclose(found.norm_input_power[name], power / found.tokens, rtol=1e-4)
+    np.testing.assert_allclose(found.norm_input_power[name], powers[5] / found.tokens, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
