@@ -55,6 +55,10 @@ def find_caches(path: str | os.PathLike) -> list[Path]:
     Raises:
         CacheError: There is none.
     """
+    if "://" in os.fspath(path):
+        raise CacheError(
+            f"{path}: verify where the files lie; a URL's shards are checked when read"
+        )
     folder = Path(path)
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
     caches = [

@@ -82,3 +82,8 @@ def assert_rows(got, sample, tolerance_nats):
     assert (got.mass[~mask] == 0).all()
     mass = np.exp(logprobs[mask].astype(np.float64)).sum(axis=1)
     np.testing.assert_allclose(got.mass[mask], np.minimum(mass, 1), atol=3e-4)
+
+
+def put_id_sums(reader, queue):
+    """What child processes run; here, so that a spawned one need not import a test module."""
+    queue.put([int(reader[index].topk_ids.sum()) for index in range(len(reader))])

@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from cache_samples import assert_rows, make_sample, make_samples, write_cache
+from cache_samples import assert_rows, make_sample, make_samples, put_id_sums, write_cache
 
 from megatron_kd.cache import CacheError, CacheReader
 from megatron_kd.cache.format import canonical_json
@@ -82,17 +82,13 @@ def test_pickles_to_its_path(path, samples):
     assert_rows(pickle.loads(frozen)[7], samples[7], 0.005)
 
 
-def _read_all(reader, queue):
-    queue.put([int(reader[index].topk_ids.sum()) for index in range(len(reader))])
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_child_processes(path, method):
     reader = CacheReader(path, max_open_shards=3)
     want = [int(reader[index].topk_ids.sum()) for index in range(len(reader))]
     context = multiprocessing.get_context(method)
     queue = context.Queue()
-    children = [context.Process(target=_read_all, args=(reader, queue)) for _ in range(2)]
+    children = [context.Process(target=put_id_sums, args=(reader, queue)) for _ in range(2)]
     for child in children:
         child.start()
     assert [queue.get(timeout=120) for _ in children] == [want, want]
