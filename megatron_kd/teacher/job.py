@@ -24,8 +24,6 @@ from megatron_kd.cache.format import (
     publish,
     read_text,
 )
-from megatron_kd.cache.sample import ShardBuffer, check_sample
-from megatron_kd.cache.shard import ShardHead, serialize
 from megatron_kd.cache.writer import (
     DEFAULT_SHARD_POSITIONS,
     ShardWriter,
@@ -36,22 +34,15 @@ from megatron_kd.cache.writer import (
     reopen,
 )
 from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.teacher.engine import (
-    Document,
-    EngineError,
-    RowRequest,
-    Rows,
-    Teacher,
-    engine_class,
-)
+from megatron_kd.teacher.engine import EngineError, RowRequest, Teacher, engine_class
 from megatron_kd.teacher.plan import SampleRows, pieces
 from megatron_kd.teacher.progress import CaptureProgress
+from megatron_kd.teacher.trial import Trial
 from megatron_kd.teacher.worker import Worker
 
 # What `verify --repair` needs to make a shard again; beside the shards until the manifest carries
 # it.
 _ORIGIN_NAME = ".capture.json"
-_TRIAL_POSITIONS = 4096
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -180,6 +171,12 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
         job = CaptureJob(**origin)
     except TypeError as error:
         raise EngineError(f"{folder} was not captured by megatron-kd capture: {error}") from error
+    if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
+        raise EngineError(
+            f"{folder} was captured with --trust-remote-code, which is never repeated unasked; "
+            f"give "
+            "its megatron-kd capture command again"
+        )
     setting = _resolve(job)
     open_directory(folder, setting.spec)
     if manifest_file.exists():
@@ -323,16 +320,15 @@ def _make_shard(
         )
         for index in range(first, last)
     }
-    trial = ShardBuffer(setting.spec)
+    trial = Trial(setting.spec)
     for number, rows in engine.stream([piece.document for piece in found]):
         piece = found[number]
         held[piece.sample].put(piece, rows)
         progress.advance(len(piece.document.rows))
         if progress.wants_estimate:
-            if trial.positions < _TRIAL_POSITIONS:
-                _add_trial(trial, setting.spec, piece.document, rows)
+            trial.add(piece.document, rows)
             if progress.ready_to_estimate:
-                progress.estimate(_encoded_bytes(trial, setting.spec) / trial.positions)
+                progress.estimate(trial.bytes_per_position())
     writer = ShardWriter(folder, setting.spec, shard, first)
     for index in range(first, last):
         sample, rows = setting.reader[index], held.pop(index)
@@ -346,31 +342,6 @@ def _make_shard(
             hidden=rows.hidden,
         )
     writer.publish()
-
-
-def _add_trial(trial: ShardBuffer, spec: CacheSpec, document: Document, rows: Rows) -> None:
-    """Encodes a document's rows as if it were a sample, to see what they take."""
-    tokens = np.append(document.tokens, np.int32(0))  # the last position of a sample is never a row
-    mask = np.zeros(len(tokens), bool)
-    mask[document.rows] = True
-    trial.add(
-        check_sample(
-            spec,
-            "a captured document",
-            tokens,
-            mask,
-            rows.topk_ids,
-            rows.topk_logprobs,
-            None,
-            rows.log_z,
-            rows.hidden,
-        )
-    )
-
-
-def _encoded_bytes(trial: ShardBuffer, spec: CacheSpec) -> int:
-    head = ShardHead(0, 0, trial.samples, spec.fingerprint)
-    return len(serialize(spec, head, trial.tensors()))
 
 
 def _complete(setting: _Setting, folder: Path) -> bool:

@@ -3,7 +3,9 @@
 scripts/setup_vllm.sh makes the environment (minutes, 4 GB) where it is not there yet.
 """
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -103,10 +105,12 @@ def server(smollm2, vllm_python, vllm_environment, tmp_path_factory):
         *("--max-logprobs", str(TOPK), "--no-enable-prefix-caching"),
     ]
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=vllm_environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=vllm_environment, start_new_session=True
+        )
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 1200
         while True:
             try:
                 urllib.request.urlopen(f"{address}/health", timeout=2).close()
@@ -119,7 +123,11 @@ def server(smollm2, vllm_python, vllm_environment, tmp_path_factory):
         yield address
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:  # its engine and worker processes too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_server(server, documents_file, truth):

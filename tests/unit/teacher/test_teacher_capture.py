@@ -231,6 +231,12 @@ def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
         resume(data / "train")
 
 
+def test_repair_runs_no_remote_code(data, teacher_dir, tmp_path):
+    assert main(command(data, teacher_dir, tmp_path / "cache", "--trust-remote-code")) == 0
+    with pytest.raises(EngineError, match="--trust-remote-code"):
+        resume(tmp_path / "cache" / "train", shards=[0])
+
+
 def test_verify_repairs_a_broken_shard_by_capturing_it_again(data, teacher_dir, tmp_path, capsys):
     assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
     before = shards_of(tmp_path / "cache")
