@@ -55,7 +55,7 @@ class CachedSample:
 
 
 class CacheReader:
-    """A complete cache. Pickles to its path: forked and spawned workers map shards of their own.
+    """A complete cache. Forked workers share its maps; pickled, it is little more than its path.
 
     Args:
         path: A directory, or an fsspec URL (`s3://…`); shards of a URL are copied here when first
@@ -100,13 +100,12 @@ class CacheReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._owner = os.getpid()
         self._open: OrderedDict[int, MappedShard] = OrderedDict()
         self._checked: set[int] = set()
         self._touched_bytes = 0
 
     def __getstate__(self) -> dict:
-        own = ("_open", "_checked", "_owner", "_touched_bytes")
+        own = ("_open", "_checked", "_touched_bytes")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict) -> None:
@@ -194,8 +193,6 @@ class CacheReader:
         return self._shard(number), index - self._entries[number].first_sample
 
     def _shard(self, number: int) -> MappedShard:
-        if self._owner != os.getpid():  # forked: the parent's bookkeeping is not ours
-            self._forget()
         shard = self._open.get(number)
         if shard is not None:
             self._open.move_to_end(number)

@@ -1,5 +1,6 @@
 """The writer refuses what is no truncated distribution, and dies without leaving half a cache."""
 
+import errno
 import hashlib
 import json
 import os
@@ -315,6 +316,37 @@ def test_reopening_keeps_sound_shards(tmp_path):
     )
     publish_manifest(path, samples=12)
     assert directory_bytes(path) == before
+
+
+def test_a_full_disk_leaves_no_trace_of_the_shard(tmp_path, monkeypatch):
+    """The entry must never be there before its shard is."""
+    real = os.fsync
+    open_files = []
+
+    def full(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        open_files.append(os.path.basename(name))
+        if "shard-000001.safetensors" in name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_cache(tmp_path / "c", make_samples(count=12))
+    assert any("shard-000000.safetensors" in name for name in open_files)
+    assert sorted(finished_shards(tmp_path / "c")) == [0]
+    left = [file.name for file in (tmp_path / "c").rglob("*") if file.is_file()]
+    assert sorted(left) == ["shard-000000.json", "shard-000000.safetensors", "spec.json"]
+
+
+def test_only_whole_shards_count_as_finished(tmp_path):
+    path = write_cache(tmp_path / "c", make_samples(count=12))
+    count = len(CacheReader(path).shards)
+    reopen(path)
+    assert sorted(finished_shards(path)) == list(range(count))
+    os.truncate(path / "shard-000001.safetensors", 100)
+    (path / "shard-000002.safetensors").unlink()
+    assert sorted(finished_shards(path)) == [n for n in range(count) if n not in (1, 2)]
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
