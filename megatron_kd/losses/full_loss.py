@@ -85,13 +85,12 @@ class FullChunk:
         teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1])
         z_y = self._label_logit(z, m)
         if group is not None:
-            local = torch.stack([m, teacher_m])
-            peaks = local.clone()
+            peaks = torch.stack([m, teacher_m])
             dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
-            factors = torch.tensor((*self.taus, self.taus[0]), dtype=m.dtype, device=m.device)
-            shifts = torch.stack([local[0] - peaks[0]] * len(self.taus) + [local[1] - peaks[1]])
-            packed = torch.cat([sums, teacher_sums]) * (shifts * factors.unsqueeze(-1)).exp()
-            packed = torch.cat([packed, z_y.unsqueeze(0)])
+            lower, teacher_lower = m - peaks[0], teacher_m - peaks[1]
+            scaled = [sums[t] * (lower * x).exp() for t, x in enumerate(self.taus)]
+            scaled.append(teacher_sums[0] * (teacher_lower * self.taus[0]).exp())
+            packed = torch.stack([*scaled, z_y])
             dist.all_reduce(packed, group=group)
             (m, teacher_m), z_y = peaks, packed[-1]
             sums, teacher_sums = packed[: len(self.taus)], packed[len(self.taus) : -1]

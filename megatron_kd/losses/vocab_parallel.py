@@ -94,14 +94,14 @@ def cut_(z, columns: Columns):
 def _write_support_(z, columns: Columns, values):
     """z [n, valid] becomes values [n, K] on the support; a slot that is not ours writes nothing.
 
-    Such slots point at column 0, which is put back. Not scatter_add_: on CPUs it makes an fp32 copy
-    of all of a 16-bit z, on GPUs it takes atomics.
+    Such slots point at column 0, which is put back. Neither scatter_ nor scatter_add_: on CPUs they
+    make an fp32 copy of all of a 16-bit z, and adding takes atomics on GPUs.
     """
     if not z.shape[-1]:
         return
     index, mine = columns.index[:, : columns.support], columns.mine[:, : columns.support]
     first = z[:, :1].clone()
-    z.scatter_(-1, index, values)
+    z.index_put_((_row_numbers(z), index), values)
     at_first = mine & (index == 0)
     own = torch.where(at_first, values, 0.0).sum(-1, keepdim=True)
     z[:, :1] = torch.where(at_first.any(-1, keepdim=True), own, first)
@@ -125,8 +125,8 @@ def read_(z, columns: Columns, inverse_taus, shard: VocabShard) -> Reading:
     top = peaks.amax(0)
     m_all = torch.where(peaks[0] == NEG_INF, 0.0, peaks[0])
     if shard.group is not None:
-        taus = torch.tensor(inverse_taus, dtype=m.dtype, device=m.device).unsqueeze(-1)
-        sums = sums * ((m - m_all) * taus).exp()
+        lower = m - m_all  # this shard's sums are relative to its own maximum
+        sums = torch.stack([sums[t] * (lower * x).exp() for t, x in enumerate(inverse_taus)])
         packed = torch.cat([sums, gathered.T])
         dist.all_reduce(packed, group=shard.group)
         sums, gathered = packed[: len(inverse_taus)], packed[len(inverse_taus) :].T
@@ -157,7 +157,12 @@ def add_column_(z, index, mine, values) -> None:
     """z [n, valid]: add values [n] at index [n] where mine."""
     index = index.unsqueeze(-1)
     values = torch.where(mine, values, 0.0).unsqueeze(-1)
-    z.scatter_(-1, index, (z.gather(-1, index).to(values.dtype) + values).to(z.dtype))
+    total = (z.gather(-1, index).to(values.dtype) + values).to(z.dtype)
+    z.index_put_((_row_numbers(z), index), total)
+
+
+def _row_numbers(z):
+    return torch.arange(z.shape[0], device=z.device).unsqueeze(-1)
 
 
 def gather_sequence(shard_states, group):
