@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from megatron_kd.planning import published
+
+
+@pytest.fixture(scope="session")
+def published_shapes():
+    return published.shapes()
+
+
+@pytest.fixture(scope="session")
+def student(published_shapes):
+    return published_shapes[0]
+
+
+@pytest.fixture
+def llama_directory(tmp_path_factory):
+    """Makes a directory with the config.json of a small Llama, as bf16."""
+    from transformers import LlamaConfig
+
+    def make(name="model", **changes):
+        sizes = dict(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=1000,
+            dtype=torch.bfloat16,
+        )
+        directory = tmp_path_factory.mktemp(name)
+        LlamaConfig(**(sizes | changes)).save_pretrained(directory)
+        return directory
+
+    return make

@@ -1,0 +1,234 @@
+"""The command on recipes and configurations, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_kd.cache import CacheWriter
+from megatron_kd.cli import main
+from megatron_kd.config import from_recipe
+from megatron_kd.planning.command import make_plan
+from megatron_kd.planning.gpus import gpu
+from megatron_kd.planning.model_shape import shape_of_config, shape_of_directory
+from megatron_kd.planning.settings import Recompute, from_config
+from megatron_kd.planning.time_cost import cache_bytes_per_position
+
+
+@pytest.fixture
+def recipe(tmp_path, llama_directory):
+    """Makes a recipe around a small student."""
+
+    def make(student=None, **bridge):
+        content = {
+            "output_dir": str(tmp_path / "run"),
+            "student": {"hf_path": str(student or llama_directory())},
+            "cache": {"path": str(tmp_path / "cache")},
+            "bridge": {
+                "model": {"seq_length": 256},
+                "train": {"train_iters": 10, "global_batch_size": 8, "micro_batch_size": 2},
+            }
+            | bridge,
+        }
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return str(file)
+
+    return make
+
+
+def settings_of(file, *overrides, ranks=None):
+    config = from_recipe(file, overrides)
+    student = shape_of_directory(config.student.hf_path, "student")
+    return from_config(config, student, ranks=ranks, topk=None)
+
+
+def test_prints_tables_and_draws(recipe, llama_directory, tmp_path, capsys):
+    file = recipe()
+    teacher = llama_directory("teacher", num_hidden_layers=8)
+    png = tmp_path / "plan.png"
+    options = ["--gpu", "h100", "--teacher", str(teacher), "--png", str(png)]
+    assert main(["plan", file, "bridge.model.recompute_granularity=full", *options]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "weights",
+        "activations",
+        "longest sequence",
+        "fused_chunked ◂",
+        "fused_online",
+        "Cache: 20,480 rows",
+        "Capture:",
+        "18 bytes per parameter",
+        "selective (mlp)",
+        "One fitted constant",
+    ):
+        assert text in shown
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawn = tmp_path / "published.png"
+    assert main(["plan", file, "--png", str(drawn), "--published"]) == 0
+    assert drawn.stat().st_size > 10_000
+
+
+def test_reads_the_bridge_section(recipe):
+    file = recipe(
+        ddp={"use_distributed_optimizer": True},
+        optimizer={"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.bfloat16"},
+    )
+    plain = settings_of(file)
+    assert (plain.ranks, plain.sequence_length, plain.micro_batches) == (1, 256, 4)
+    assert (plain.value_bytes, plain.gradient_bytes, plain.state_bytes) == (2, 4, 10)
+    assert plain.distributed_optimizer
+    run = settings_of(
+        file,
+        "bridge.model.tensor_model_parallel_size=2",
+        "bridge.model.sequence_parallel=true",
+        "bridge.model.recompute_granularity=selective",
+        "bridge.model.recompute_modules=[mlp]",
+        "bridge.ddp.grad_reduce_in_fp32=false",
+        ranks=4,
+    )
+    assert (run.tensor_parallel, run.data_parallel, run.micro_batches) == (2, 2, 2)
+    assert run.sequence_parallel and run.gradient_bytes == 2
+    assert run.recompute == Recompute(mode="selective", modules=("mlp",))
+    named = settings_of(
+        file, "bridge.mixed_precision=bf16_mixed", "bridge.ddp.grad_reduce_in_fp32=false"
+    )
+    assert named.gradient_bytes == 4  # the host's named precision sets it again
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bridge.ddp.use_megatron_fsdp=true", "use_megatron_fsdp is not covered"),
+        ("bridge.mixed_precision=bf16_with_fp8_mixed", "plan with bf16_mixed"),
+        ("bridge.optimizer.optimizer=muon", "optimizer=muon is not covered"),
+        ("bridge.model.recompute_granularity=ful", "must be full, selective or null"),
+        ("bridge.model.seq_length=0", "positive number of tokens"),
+        ("bridge.train.global_batch_size=7", "not a multiple of"),
+        ("student.hf_path=nowhere", "no config.json in nowhere"),
+        ("loss.impl=fussed", "loss.impl"),
+    ],
+)
+def test_refuses_in_one_line(recipe, override, message, capsys):
+    assert main(["plan", recipe(), override]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu", "h20"], "did you mean h200"),
+        (["--ranks", "0"], "--ranks must be 1 or more"),
+        (["--efficiency", "1.5"], "--efficiency must lie"),
+        (["--codec", "zip"], "--codec must be compact or fp16"),
+        (["--published"], "give --png"),
+    ],
+)
+def test_refuses_options(recipe, options, message, capsys):
+    assert main(["plan", recipe(), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_counts_the_architecture_not_the_file(llama_directory):
+    tied = shape_of_directory(llama_directory(tie_word_embeddings=True), "student")
+    whole = shape_of_directory(llama_directory(tie_word_embeddings=False), "student")
+    assert whole.parameters - tied.parameters == 1000 * 64
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+    assert (tied.layers[0].sharded, tied.layers[0].replicated) == (layer, 128)
+
+
+def test_mixture_of_experts_and_unknown_architectures():
+    from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=100,
+    )
+    shape = shape_of_config(config, "moe")
+    assert (shape.experts, shape.experts_per_token, shape.expert_ffn_size) == (8, 2, 16)
+    assert shape.layers[0].experts == 8 * 3 * 32 * 16
+    assert shape.layers[0].sharded == 32 * 16 * 2 * 2 + 32 * 16 * 2  # q and o, k and v
+    with pytest.raises(ValueError, match="kv_lora_rank"):
+        shape_of_config(DeepseekV3Config(), "latent")
+
+
+@pytest.mark.parametrize("codec", ["compact", "fp16"])
+def test_cache_size_against_a_written_cache(tmp_path, codec):
+    vocab, k, positions = 49152, 100, 128
+    rng = np.random.default_rng(0)
+    logits = 3 * rng.standard_normal((positions, vocab))
+    ids = np.argsort(-logits, axis=1)[:, :k]
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    with CacheWriter(
+        tmp_path / "cache", vocab_size=vocab, topk=k, teacher="t", tokenizer="t", codec=codec
+    ) as writer:
+        writer.append(
+            rng.integers(0, vocab, positions).astype(np.int32),
+            np.ones(positions, bool) & (np.arange(positions) < positions - 1),
+            ids.astype(np.int32),
+            np.take_along_axis(logprobs, ids, 1).astype(np.float32),
+        )
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    written = sum(shard["bytes"] for shard in manifest["shards"]) / manifest["positions"]
+    # A small shard's header takes some 20 bytes of every position.
+    header = 2500 / manifest["positions"]
+    assert cache_bytes_per_position(vocab, k, codec) == pytest.approx(written - header, rel=0.1)
+
+
+def test_data_on_disk_says_length_and_size(recipe, tmp_path, capsys):
+    file = recipe(model={})
+    assert main(["plan", file]) == 1
+    assert "seq_length must be" in capsys.readouterr().err
+    split = tmp_path / "cache" / "train"
+    split.mkdir(parents=True)
+    manifest = {"samples": 10, "positions": 1000, "topk": 20, "data": {"seq_length": 128}}
+    (split / "manifest.json").write_text(json.dumps(manifest))
+    settings = settings_of(file)
+    assert (settings.sequence_length, settings.topk) == (128, 20)
+    assert main(["plan", file]) == 0
+    assert "Cache: 1,000 rows" in capsys.readouterr().out
+
+
+def test_an_online_recipe_needs_a_teacher_and_marks_its_loss(recipe, llama_directory, capsys):
+    file = recipe()
+    online = ["mode=online", "loss.impl=dense", "data.path=data", "bridge.model.seq_length=64"]
+    assert main(["plan", file, *online]) == 1
+    assert "teacher.hf_path is required" in capsys.readouterr().err
+    assert main(["plan", file, *online, f"teacher.hf_path={llama_directory('teacher')}"]) == 0
+    assert "online_dense ◂" in capsys.readouterr().out
+
+
+def test_the_host_is_not_imported():
+    code = (
+        "import sys, megatron_kd.planning.command; "
+        "sys.exit(any(name.split('.')[0] in ('megatron', 'modelopt') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+def test_gpu_names_and_plan_object(recipe):
+    assert gpu("H200").name == "H200"
+    import argparse
+
+    from megatron_kd.planning.command import add_arguments
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    plan, _ = make_plan(parser.parse_args([recipe(), "--ranks", "4"]))
+    assert plan.settings.data_parallel == 4 and plan.impls == (
+        "dense",
+        "sparse_chunked",
+        "fused_chunked",
+    )

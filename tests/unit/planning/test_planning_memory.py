@@ -1,0 +1,229 @@
+"""Components by layout, recompute mode and loss; losses against what they allocate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_kd.config import LossConfig
+from megatron_kd.losses import (
+    TopKTarget,
+    dense_kd_loss,
+    dense_online_kd_loss,
+    eager_kernels,
+    elementwise,
+    fused_chunked_kd_loss,
+    sparse_chunked_kd_loss,
+)
+from megatron_kd.planning.activations import layer_activations
+from megatron_kd.planning.loss_memory import loss_memory
+from megatron_kd.planning.memory import (
+    longest_sequence,
+    micro_batches_in_flight,
+    peak_bytes,
+    plan_memory,
+    rank_parameters,
+)
+from megatron_kd.planning.model_shape import LayerShape, ModelShape
+from megatron_kd.planning.settings import Recompute, Settings
+
+H200 = 139 << 30
+SMALL = ModelShape(
+    name="small",
+    hidden_size=8,
+    ffn_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    vocab_size=16384,
+    tied=False,
+    gated=True,
+    layers=(LayerShape(sharded=640, replicated=16),) * 2,
+    final=8,
+    dtype=torch.bfloat16,
+)
+
+
+def total(shape, settings, impl="fused_chunked"):
+    return peak_bytes(shape, settings, impl=impl, gpu_bytes=H200)
+
+
+def parts(shape, settings, impl="fused_chunked"):
+    return plan_memory(shape, settings, impl=impl, gpu_bytes=H200)[-1].parts
+
+
+def test_eighteen_bytes_per_parameter_and_the_distributed_optimizers_share(student):
+    one = parts(student, Settings(sequence_length=1024))
+    states = one["weights"] + one["gradients"] + one["optimiser"]
+    assert states == 18 * student.parameters
+    run = Settings(sequence_length=1024, ranks=4, global_batch=4, distributed_optimizer=True)
+    four = parts(student, run)
+    assert four["optimiser"] == one["optimiser"] / 4
+    assert (four["weights"], four["gradients"]) == (one["weights"], one["gradients"])
+
+
+def test_ranks_together_hold_every_parameter_once(student):
+    tensor, pipeline = 2, 4
+    run = Settings(sequence_length=64, ranks=8, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    held = sum(sum(rank_parameters(student, run, stage)) for stage in range(pipeline)) * tensor
+    norms = sum(layer.replicated for layer in student.layers) + student.final
+    assert held == student.parameters + norms * (tensor - 1)
+
+
+def test_a_tied_matrix_is_copied_to_the_last_stage():
+    tied = replace(SMALL, tied=True)
+    whole = rank_parameters(tied, Settings(sequence_length=64), 0)[0]
+    assert whole == tied.parameters
+    run = Settings(sequence_length=64, ranks=2, pipeline_parallel=2)
+    matrix = tied.vocab_size * tied.hidden_size
+    assert sum(rank_parameters(tied, run, s)[0] for s in range(2)) == tied.parameters + matrix
+
+
+def test_layer_activations_by_hand(student):
+    """Per position: 4 hidden, q k v, attention, 32 fp32 sums, twice and once the FFN; bf16."""
+    run = Settings(sequence_length=8192)
+    layer = layer_activations(student, student.layers[0], run)
+    by_hand = 2 * (4 * 2816 + 4096 + 2 * 1024 + 4096 + 2 * 7168 + 7168) + 4 * 32
+    assert layer.kept == layer.rebuilt == by_hand
+    full = replace(run, recompute=Recompute(mode="full"))
+    assert layer_activations(student, student.layers[0], full).kept == 2 * 2816
+    mlp = replace(run, recompute=Recompute(mode="selective", modules=("mlp",)))
+    dropped = 2 * (2816 + 3 * 7168)
+    assert layer_activations(student, student.layers[0], mlp).kept == by_hand - dropped
+    two = replace(run, ranks=2, tensor_parallel=2)
+    halved = layer_activations(student, student.layers[0], two).kept
+    assert halved == by_hand / 2 + 2 * 4 * 2816 / 2  # norms stay whole without sequence parallelism
+    sharded = replace(two, sequence_parallel=True)
+    assert layer_activations(student, student.layers[0], sharded).kept == by_hand / 2
+
+
+def test_recompute_modes_in_order(student):
+    def activations(recompute):
+        return parts(student, Settings(sequence_length=8192, recompute=recompute))["activations"]
+
+    none, full = activations(Recompute()), activations(Recompute(mode="full"))
+    mlp = activations(Recompute(mode="selective", modules=("mlp",)))
+    block = activations(Recompute(mode="full", method="block", layers=14))
+    groups = activations(Recompute(mode="full", layers=4))
+    assert groups == full / 4 < full < mlp < none
+    assert block == pytest.approx((none + full) / 2)
+    with pytest.raises(ValueError, match="recompute_modules has core_atn"):
+        activations(Recompute(mode="selective", modules=("core_atn",)))
+
+
+def test_context_parallelism_divides_positions(student):
+    run = Settings(sequence_length=8192, recompute=Recompute(mode="full"))
+    one = parts(student, run, "dense")
+    two = parts(student, replace(run, ranks=2, context_parallel=2), "dense")
+    for name in ("activations", "logits", "loss", "cache buffers"):
+        assert two[name] == one[name] / 2
+
+
+def test_experts():
+    layer = LayerShape(sharded=1000, replicated=64, experts=80_000)
+    moe = replace(SMALL, layers=(layer,) * 2, experts=8, experts_per_token=2, expert_ffn_size=16)
+    run = Settings(sequence_length=64, ranks=4, expert_parallel=4, global_batch=4)
+    assert rank_parameters(moe, run, 0)[1] == 2 * 80_000 / 4
+    assert moe.active_parameters(layer) == 1000 + 80_000 / 4
+    whole = layer_activations(moe, layer, run).kept
+    moe_again = replace(run, recompute=Recompute(mode="selective", modules=("moe",)))
+    dropped = 2 * (3 * 2 * 16) + 2 * 2 * 2 * 8 + 4 * 8
+    assert layer_activations(moe, layer, moe_again).kept == whole - dropped
+
+
+@pytest.mark.parametrize(
+    ("stage", "virtual", "expected"), [(0, 1, 4), (3, 1, 1), (0, 2, 11 / 2), (3, 2, 5 / 2)]
+)
+def test_micro_batches_in_flight(stage, virtual, expected):
+    run = Settings(
+        sequence_length=64,
+        global_batch=8,
+        ranks=4,
+        pipeline_parallel=4,
+        virtual_pipeline=virtual,
+    )
+    assert micro_batches_in_flight(run, stage) == expected
+    few = replace(run, global_batch=2)
+    assert micro_batches_in_flight(few, stage) <= 2
+
+
+def test_uneven_layers_are_refused(student):
+    run = Settings(sequence_length=64, ranks=3, pipeline_parallel=3)
+    with pytest.raises(ValueError, match="28 layers cannot be divided evenly"):
+        total(student, run)
+
+
+@pytest.mark.parametrize("impl", ["dense", "sparse_chunked", "fused_chunked"])
+def test_longest_sequence_fits_and_the_next_does_not(student, impl):
+    run = Settings(sequence_length=1024)
+    usable = 120 << 30
+    longest = longest_sequence(student, run, impl=impl, gpu_bytes=H200, usable_bytes=usable)
+    assert total(student, replace(run, sequence_length=longest), impl) <= usable
+    assert total(student, replace(run, sequence_length=longest + 128), impl) > usable
+    nothing = longest_sequence(student, run, impl=impl, gpu_bytes=H200, usable_bytes=50 << 30)
+    assert nothing == 0
+
+
+def test_losses_in_order(student):
+    run = Settings(sequence_length=16384, recompute=Recompute(mode="full"))
+    dense, sparse, fused = (
+        total(student, run, impl) for impl in ("dense", "sparse_chunked", "fused_chunked")
+    )
+    assert fused < sparse < dense
+
+
+def peak_allocated(run):
+    """Largest sum of what the allocator gave out and did not get back, from the start of run()."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        keep = run()
+    live = peak = 0
+    for event in recording.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    del keep
+    return peak
+
+
+@pytest.mark.parametrize("impl", ["dense", "sparse_chunked", "fused_chunked", "online_dense"])
+def test_counted_losses_against_measured(impl, monkeypatch):
+    """Output layer and loss, forward and backward, in bf16; the count lies within a tenth."""
+    # The eager kernels' scratch, which the kernels on CUDA do without.
+    monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", 1 << 17)
+    positions, width, vocab, k, chunk = 512, 8, 16384, 4, 64
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(positions, 1, width, generator=make).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, width, generator=make).bfloat16()
+    ids = torch.arange(k).expand(positions, 1, k)
+    target = TopKTarget(ids, torch.full((positions, 1, k), -3.0))
+
+    def run():
+        if impl == "fused_chunked":
+            loss = fused_chunked_kd_loss(
+                hidden,
+                weight,
+                target,
+                chunk_size=chunk,
+                gradient="in_forward",
+                token_weights=torch.ones(positions, 1),
+            )
+        else:
+            logits = hidden @ weight.T
+            if impl == "dense":
+                loss = dense_kd_loss(logits, target)
+            elif impl == "sparse_chunked":
+                loss = sparse_chunked_kd_loss(logits, target, chunk_size=chunk, reuse_logits=True)
+            else:
+                loss = dense_online_kd_loss(logits, hidden.detach() @ weight.T)
+            del logits
+        loss.sum().backward()
+        return loss
+
+    with elementwise.use_backend("eager"):
+        measured = peak_allocated(run)
+    settings = Settings(sequence_length=positions, topk=k, loss=LossConfig(chunk_size=chunk))
+    if impl == "fused_chunked":  # the weight is frozen here, so it has no gradient buffer
+        settings = replace(settings, loss=replace(settings.loss, gradient="recompute"))
+    counted = loss_memory(impl, SMALL, settings, H200, SMALL).total
+    assert counted == pytest.approx(measured, rel=0.1)
