@@ -12,6 +12,11 @@ from megatron_kd.data.sources import check_same_tokens, open_caches, open_sequen
 
 TRAIN, VALIDATION = "train", "validation"
 
+SPARE_ITEMS = 1 << 30
+"""Items past the run's own. The host's sequential sampler refuses to start where nothing is left to
+read, as when a finished run is started again. Items are computed when they are read, so they cost
+nothing."""
+
 
 @dataclass(kw_only=True)
 class DistillDatasetProvider(DatasetProvider):
@@ -44,17 +49,15 @@ class DistillDatasetProvider(DatasetProvider):
         train = self._dataset(TRAIN, context.train_samples, shuffle=self.shuffle)
         validation = None
         if self.evaluation_samples:
-            length = (
-                self.evaluation_samples
-                if self.dataloader_type != "single"
-                else context.valid_samples
-            )
-            validation = self._dataset(VALIDATION, length, period=self.evaluation_samples)
+            period = self.evaluation_samples
+            validation = self._dataset(VALIDATION, period, period=period)
         return train, validation, None
 
     def _dataset(self, split: str, length: int, *, shuffle=False, period=None) -> DistillDataset:
         source = self.open(split)
-        if split == TRAIN and self.dataloader_type == "cyclic":
+        if self.dataloader_type != "cyclic":
+            length += SPARE_ITEMS
+        elif split == TRAIN:
             length, shuffle = len(source), False  # the host's sampler shuffles and repeats
         return DistillDataset(
             source,

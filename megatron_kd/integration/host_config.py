@@ -106,7 +106,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
             "for"
         )
     update(container, config.bridge, "bridge")
-    _require(container)
+    _require(container, config.bridge)
     _fit_to_machine(container)
     container.dataset.sequence_length = container.model.seq_length
     container.dataset.evaluation_samples = (
@@ -156,17 +156,14 @@ def _defaults(config: DistillConfig, provider) -> ConfigContainer:
     )
 
 
-def _require(container: ConfigContainer) -> None:
+def _require(container: ConfigContainer, recipe: dict) -> None:
     for key, (value, reason) in REQUIRED.items():
         section, name = key.split(".")
-        target = getattr(container, section)
-        if not hasattr(target, name):
-            continue
-        field = type(target).__dataclass_fields__[name]
-        current = getattr(target, name)
-        if current not in (field.default, value):
+        asked = (recipe.get(section) or {}).get(name, value)
+        if asked != value:
             raise ConfigError(f"bridge.{key} must be {str(value).lower()}: {reason}")
-        setattr(target, name, value)
+        if hasattr(getattr(container, section), name):
+            setattr(getattr(container, section), name, value)
 
 
 def _fit_to_machine(container: ConfigContainer) -> None:

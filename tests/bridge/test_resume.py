@@ -88,6 +88,14 @@ def test_a_killed_run_ends_with_the_same_losses(world, unbroken):
     assert after.validation() == unbroken.validation()
 
 
+def test_a_finished_run_may_be_started_again(world, unbroken):
+    before = unbroken.train()
+    run(command(world, unbroken.directory))
+    after = Curves(unbroken.directory)
+    assert after.train() == before
+    assert after.validation()[-1] == unbroken.validation()[-1]
+
+
 def test_the_resolved_configuration_lies_beside_the_checkpoints(unbroken):
     resolved = yaml.safe_load((unbroken.directory / "resolved_config.yaml").read_text())
     assert resolved["loss"]["impl"] == "fused_chunked"
