@@ -123,6 +123,19 @@ def test_manifests_that_are_none(path, text):
         CacheReader(path)
 
 
+@pytest.mark.parametrize("change", [lambda t: t + "\n", lambda t: t.replace("\\u00e9", "\\u00E9")])
+def test_manifests_with_the_same_values_in_another_text(tmp_path, change):
+    """A flipped bit can leave the value as it is; the text is still not the one that was
+    written.
+    """
+    path = write_cache(tmp_path / "cache", make_samples(count=2), teacher="caf\u00e9")
+    text = (path / "manifest.json").read_text()
+    assert change(text) != text and json.loads(change(text)) == json.loads(text)
+    (path / "manifest.json").write_text(change(text))
+    with pytest.raises(CacheError, match="changed after it was written"):
+        CacheReader(path)
+
+
 def test_a_manifest_too_large_to_read(path):
     os.truncate(path / "manifest.json", (1 << 28) + 1)
     with pytest.raises(CacheError, match="at most"):

@@ -337,9 +337,9 @@ def test_overwriting_is_asked_for(smollm2_dir, tmp_path, capsys):
     before = contents(tmp_path / "out")
     assert prepare(smollm2_dir, tmp_path / "out", "--input", source, length=32) == 1
     assert "--overwrite" in capsys.readouterr().err and contents(tmp_path / "out") == before
-    extra = ("--overwrite", "--eos", "</s>")  # fails on the way: the old data stays
-    assert prepare(smollm2_dir, tmp_path / "out", "--input", source, *extra) == 1
+    bad = write_lines(tmp_path / "bad.jsonl", [{"text": "fine"}, {"text": 5}])
+    assert prepare(smollm2_dir, tmp_path / "out", "--input", bad, "--overwrite") == 1
     assert contents(tmp_path / "out") == before
     assert prepare(smollm2_dir, tmp_path / "out", "--input", source, "--overwrite", length=32) == 0
     assert contents(tmp_path / "out") != before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "out"]

@@ -1,0 +1,342 @@
+"""The benchmark measures what it says: shapes, comparison, memory, processes, the table."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_kd.benchmark import implementations, measure, sweep
+from megatron_kd.benchmark.config import BenchmarkConfig, read_config
+from megatron_kd.benchmark.implementations import BARE, IMPLEMENTATIONS, REFERENCES
+from megatron_kd.benchmark.inputs import BLOCK_ROWS, Inputs
+from megatron_kd.benchmark.memory import is_out_of_memory, peak_bytes
+from megatron_kd.benchmark.plot import draw, series_of
+from megatron_kd.benchmark.side_by_side import measure_side_by_side
+from megatron_kd.benchmark.table import COLUMNS, TableWriter, bare_times, read_table, row_of
+from megatron_kd.cli import main
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "benchmark"
+CPU = torch.device("cpu")
+WHERE = {"commit": "abc", "device": "a CPU", "versions": "torch", "date_utc": "2026-01-01"}
+# Megatron's import takes longer than the rest of this file.
+LIGHT = [name for name in IMPLEMENTATIONS if name != "modelopt_logits_kl"]
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    for name in ("TORCHDYNAMO_DISABLE",):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(**changes) -> BenchmarkConfig:
+    base = dict(
+        implementations=["in_forward"],
+        seq_tokens=[40],
+        chunk_tokens=[16],
+        hidden=8,
+        vocab=64,
+        topk=4,
+        warm_up_iterations=1,
+        iterations=2,
+    )
+    return BenchmarkConfig(**(base | changes))
+
+
+def case_of(name: str, **changes):
+    cases = config(implementations=[name], **changes).cases(threads=1, memory_limit_bytes=None)
+    return next(case for case in cases if case.implementation == name)
+
+
+def small_inputs(**changes) -> Inputs:
+    shape = dict(seq_tokens=40, hidden=8, vocab=64, topk=4, chunk_tokens=16)
+    return Inputs(**(shape | changes), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_implementations_of_a_quantity_agree(name):
+    reason = IMPLEMENTATIONS[name].missing(CPU)
+    if reason:
+        pytest.skip(reason)
+    measure.check(IMPLEMENTATIONS[name], small_inputs())
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.999, 1.001])
+def test_a_wrong_gradient_is_not_timed(monkeypatch, factor):
+    true = IMPLEMENTATIONS["paper_text"]
+
+    def wrong(inputs):
+        loss = true.mean_loss(inputs)
+        return loss.detach() + (loss - loss.detach()) * factor  # the value is right
+
+    monkeypatch.setitem(
+        implementations.IMPLEMENTATIONS,
+        "paper_text",
+        dataclasses.replace(true, mean_loss=wrong),
+    )
+    with pytest.raises(measure.WrongResult, match="dH of paper's fused"):
+        measure.measure(case_of("paper_text"))
+    outcomes = dict(measure_side_by_side([case_of(BARE), case_of("paper_text")], 16))
+    statuses = {case.implementation: outcome["status"] for case, outcome in outcomes.items()}
+    assert statuses == {BARE: "ok", "paper_text": "wrong_result"}
+
+
+def test_inputs_differ_and_are_the_same_again():
+    inputs, again = small_inputs(), small_inputs()
+    names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
+    tensors = [getattr(inputs, name).detach() for name in names]
+    for tensor, name in zip(tensors, names, strict=True):
+        assert torch.equal(tensor, getattr(again, name))
+    for i, one in enumerate(tensors):
+        for other in tensors[i + 1 :]:
+            assert not torch.equal(one.flatten()[:8], other.flatten()[:8])
+    ids = inputs.target.ids.squeeze(1)
+    assert all(len(set(row.tolist())) == 4 for row in ids)
+    assert inputs.target.logprobs.exp().sum(-1).max() < 1
+    assert measure.step(IMPLEMENTATIONS["dense_online"], inputs).item() > 0.1
+
+
+def test_shards_are_rows_of_one_weight():
+    rows = 3 * BLOCK_ROWS // 2
+    whole = small_inputs(vocab=2 * rows).weight
+    shard = small_inputs(vocab=2 * rows)
+    shard.start, shard.stop = rows, 2 * rows
+    assert torch.equal(shard.weight, whole[rows:])
+
+
+def test_bare_products_are_three_products(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: calls.append((a.shape, b.shape, out.shape)))
+    implementations.bare_products(small_inputs())
+    flops = sum(2 * a[0] * a[1] * b[1] for a, b, _ in calls)
+    assert flops == 3 * 2 * 40 * 8 * 64
+    assert len(calls) == 3 * 3  # chunks of 16, 16 and 8
+
+
+@pytest.mark.parametrize("name", ["in_forward", "recompute", "dense"])
+def test_peak_memory_counts_gradients_and_transients(name):
+    shape = dict(seq_tokens=256, hidden=16, vocab=4096, chunk_tokens=32)
+    inputs = small_inputs(**shape)
+    measure.step(IMPLEMENTATIONS[name], inputs)
+    peak = measure.step_peak_bytes(IMPLEMENTATIONS[name], inputs)
+    gradients = 4 * 16 * (256 + 4096) + 4 * 256
+    assert measure.transient_bytes(peak, inputs) == peak - gradients
+    rows = 256 if name == "dense" else 32
+    assert rows * 4096 * 4 <= peak - gradients < 3.5 * rows * 4096 * 4
+
+
+def test_narrow_weights_have_an_fp32_sum_that_is_not_transient():
+    inputs = Inputs(
+        seq_tokens=4, hidden=8, vocab=64, topk=4, chunk_tokens=4, dtype=torch.bfloat16, device=CPU
+    )
+    gradients = 2 * 8 * (4 + 64) + 4 * 4
+    assert measure.transient_bytes(gradients + 4 * 64 * 8 + 7, inputs) == 7
+
+
+def test_peak_is_of_what_is_alive_at_once():
+    size = 1 << 20
+
+    def twice_in_turn():
+        for _ in range(2):
+            torch.empty(size, dtype=torch.uint8)
+
+    def both():
+        return torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+
+    assert size <= peak_bytes(twice_in_turn, CPU) < 1.5 * size
+    assert 2 * size <= peak_bytes(both, CPU) < 2.5 * size
+
+
+def test_what_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_cases_cover_every_combination_once():
+    cases = config(
+        implementations=["dense", "in_forward", "dense"], seq_tokens=[8, 16], chunk_tokens=[4, 8]
+    ).cases(1, None)
+    got = [(c.seq_tokens, c.implementation, c.chunk_tokens) for c in cases]
+    each = [(BARE, 4), (BARE, 8), ("dense", None), ("in_forward", 4), ("in_forward", 8)]
+    assert got == [(length, *rest) for length in (8, 16) for rest in each]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(implementations=["fused"]), "unknown fused"),
+        (dict(seq_tokens=[]), "seq_tokens must list"),
+        (dict(iterations=0), "iterations must be positive"),
+        (dict(chunk_tokens=[16, 0]), "chunk_tokens must be positive"),
+        (dict(topk=65), "topk 65 exceeds"),
+        (dict(tp=3), "divisible by tp 3"),
+    ],
+)
+def test_impossible_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(path):
+    cases = read_config(path).cases(1, None)
+    assert cases[0].implementation == BARE
+    assert {c.implementation for c in cases} <= set(IMPLEMENTATIONS)
+
+
+def test_references_exist_for_every_quantity():
+    quantities = {implementation.quantity for implementation in IMPLEMENTATIONS.values()}
+    assert quantities == set(REFERENCES) | {"products"}
+
+
+def test_ratios_are_of_the_same_round_or_of_medians():
+    case = case_of("in_forward")
+    outcome = dict(status="ok", note="", peak_memory_bytes=5000, transient_memory_bytes=4096)
+    outcome["times_ms"] = [2.0, 30.0, 4.0]
+    bare_ms = [1.0, 10.0, 4.0]
+    row = row_of(case, "side_by_side", outcome, bare_ms, WHERE)
+    assert row["ratio_to_bare_products"] == 2.0  # median of 2, 3, 1
+    assert row["ratio_to_bare_products_best"] == 2.0
+    assert row_of(case, "sweep", outcome, bare_ms, WHERE)["ratio_to_bare_products"] == 1.0
+    assert row["time_median_ms"] == 4.0 and row["iterations_per_s"] == 250.0
+    assert row["chunk_logits_fp32_bytes"] == 16 * 64 * 4
+    assert row["transient_per_chunk_logits"] == 1.0
+
+
+def test_unchunked_cases_are_compared_with_the_fastest_bare_products():
+    measured = {(40, 16): [3.0], (40, 32): [2.0], (80, 16): [1.0]}
+    assert bare_times(case_of("dense"), measured) == [2.0]
+    assert bare_times(case_of("in_forward"), measured) == [3.0]
+    assert bare_times(case_of("in_forward", seq_tokens=[99]), measured) is None
+
+
+def tables_rows():
+    outcome = dict(status="ok", note="", peak_memory_bytes=1 << 20, transient_memory_bytes=1 << 18)
+    lost = dict(status="out_of_memory", note="no")
+    for length in (1024, 2048):
+        for name in (BARE, "dense", "in_forward"):
+            case = case_of(name, seq_tokens=[length])
+            failed = name == "dense" and length == 2048
+            yield row_of(
+                case,
+                "sweep",
+                lost if failed else outcome | {"times_ms": [length / 1024]},
+                [length / 2048],
+                WHERE,
+            )
+
+
+def test_table_comes_back_as_it_was_written(tmp_path):
+    with TableWriter(tmp_path / "new" / "table.csv") as table:
+        for row in tables_rows():
+            table.add(row)
+            assert len(read_table(tmp_path / "new" / "table.csv")) == len(table.rows)
+    rows = read_table(tmp_path / "new" / "table.csv")
+    assert [tuple(row) for row in rows] == [COLUMNS] * 6
+    for row, written in zip(rows, tables_rows(), strict=True):
+        assert row == {name: None if v == "" else v for name, v in written.items()}
+
+
+def test_foreign_and_empty_tables_are_refused(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="lacks chunk_logits_fp32_bytes, chunk_tokens"):
+        read_table(path)
+    path.write_text(",".join(COLUMNS) + "\n")
+    with pytest.raises(ValueError, match="no rows"):
+        read_table(path)
+
+
+def test_lines_of_the_figure(tmp_path):
+    rows = list(tables_rows())
+    for row in rows:
+        row.update({name: None for name, value in row.items() if value == ""})
+    series = series_of(rows)
+    assert [(name, len(kept)) for name, kept in series.items()] == [
+        ("three bare products", 2),
+        ("dense", 2),
+        ("fused_chunked, in_forward", 2),
+    ]
+    draw(rows, tmp_path / "lines.png")
+    for row in rows:
+        row["mode"] = "side_by_side"
+    draw(rows, tmp_path / "bars.png")
+    for name in ("lines", "bars"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw([dict(row, status="failed") for row in rows], tmp_path / "none.png")
+
+
+def test_side_by_side_measures_every_case_in_every_round():
+    cases = config(implementations=["dense", "in_forward"], iterations=3).cases(1, None)
+    outcomes = measure_side_by_side(cases, 16)
+    assert [case for case, _ in outcomes] == cases
+    assert all(len(outcome["times_ms"]) == 3 for _, outcome in outcomes)
+
+
+def test_ratios_refuse_a_disabled_compiler_and_ranks(tmp_path, capsys):
+    arguments = [
+        "bench",
+        str(CONFIGS / "ratios.yaml"),
+        "--ratios",
+        "--output",
+        str(tmp_path / "x.csv"),
+    ]
+    assert main(arguments) == 1
+    assert "TORCH_COMPILE_DISABLE is set" in capsys.readouterr().err
+    assert main([*arguments, "--tp", "2"]) == 1
+    assert "leave tp at 1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without GPUs")
+def test_cuda_without_a_gpu_is_refused(tmp_path, capsys):
+    path = CONFIGS / "paper_gpu.yaml"
+    assert main(["bench", str(path), "--output", str(tmp_path / "x.csv")]) == 1
+    assert "this machine has 0" in capsys.readouterr().err
+
+
+def write_config(path: Path, **values) -> Path:
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys):
+    """Dense logits of 1 GiB do not fit into half of that; the fused loss does."""
+    path = write_config(
+        tmp_path / "config.yaml",
+        implementations=["dense", "in_forward", "liger_fused_jsd"],
+        seq_tokens=[8192],
+        chunk_tokens=[64],
+        hidden=2,
+        vocab=32768,
+        topk=4,
+        warm_up_iterations=1,
+        iterations=1,
+        threads=1,
+        memory_limit_gib=0.5,
+    )
+    table = tmp_path / "table.csv"
+    assert main(["bench", str(path), "--output", str(table)]) == 0
+    rows = {row["implementation"]: row for row in read_table(table)}
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses == {
+        BARE: "ok",
+        "dense": "out_of_memory",
+        "in_forward": "ok",
+        "liger_fused_jsd": "not_available",
+    }
+    assert rows["in_forward"]["ratio_to_bare_products"] > 0
+    assert main(["plot", str(table)]) == 0
+    assert (tmp_path / "table.png").exists()
+
+
+def test_a_process_that_dies_or_hangs_is_a_row():
+    case = dataclasses.replace(case_of("dense"), dtype="float13")
+    outcome = sweep.run_case(case, timeout_s=120)
+    assert outcome["status"] == "failed" and "float13" in outcome["note"]
+    assert sweep.run_case(case_of("dense"), timeout_s=0.2)["status"] == "timed_out"
