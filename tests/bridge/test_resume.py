@@ -3,11 +3,10 @@ bit.
 """
 
 import json
-import os
-import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 import yaml
 from launch import DISTILL, REPOSITORY, Curves, environment, run, torchrun
@@ -51,7 +50,11 @@ def kill_after_iteration(process, output, iteration):
         if metrics.exists():
             done = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()[:-1]]
             if done and max(done) >= iteration:
-                os.killpg(process.pid, signal.SIGKILL)
+            lines = metrics.read_text().splitlines()[:-1]
+            done = [json.loads(line)["iteration"] for line in lines]
+                launcher = psutil.Process(process.pid)
+                for victim in [*launcher.children(recursive=True), launcher]:
+                    victim.kill()
                 process.wait()
                 return
         time.sleep(0.02)

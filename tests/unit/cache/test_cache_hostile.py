@@ -123,11 +123,12 @@ def test_manifests_that_are_none(path, text):
         CacheReader(path)
 
 
-@pytest.mark.parametrize("change", [lambda t: t + "\n", lambda t: t.replace("\\u00e9", "\\u00E9")])
+SAME_VALUES = (lambda t: t + "\n", lambda t: t.replace("\\u00e9", "\\u00E9"))
+
+
+@pytest.mark.parametrize("change", SAME_VALUES)
 def test_manifests_with_the_same_values_in_another_text(tmp_path, change):
-    """A flipped bit can leave the value as it is; the text is still not the one that was
-    written.
-    """
+    """A flipped bit can leave the value as it is; the text is not the one that was written."""
     path = write_cache(tmp_path / "cache", make_samples(count=2), teacher="caf\u00e9")
     text = (path / "manifest.json").read_text()
     assert change(text) != text and json.loads(change(text)) == json.loads(text)
