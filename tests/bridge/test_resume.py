@@ -50,8 +50,7 @@ def kill_after_iteration(process, output, iteration):
         if metrics.exists():
             done = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()[:-1]]
             if done and max(done) >= iteration:
-            lines = metrics.read_text().splitlines()[:-1]
-            done = [json.loads(line)["iteration"] for line in lines]
+                # torchrun gives its ranks sessions of their own: a signal to the group misses them.
                 launcher = psutil.Process(process.pid)
                 for victim in [*launcher.children(recursive=True), launcher]:
                     victim.kill()
