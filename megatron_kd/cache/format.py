@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -31,6 +31,7 @@ ENTRY_FOLDER = "finished"
 SHARD_PATTERN = re.compile(r"shard-(\d{6,9})\.safetensors")
 UNBOUND = ("fingerprint", "origin", "checksum")  # keys of the manifest that its fingerprint omits
 MAX_JSON_BYTES = 1 << 28
+MAX_SAMPLE_SLOTS = 1 << 30  # tokens × K of one sample, which is what a reader allocates
 HASH_BLOCK_BYTES = 1 << 22
 
 
@@ -307,11 +308,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """xxh3_128 of a file, read in blocks so that it never becomes resident as a whole."""
-    digest = xxhash.xxh3_128()
+    """xxh3_128 of a file."""
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
+        return stream_checksum(file)
+
+
+def stream_checksum(file: BinaryIO) -> str:
+    """xxh3_128 of what is left of a stream, read in blocks: it is never resident as a whole."""
+    digest = xxhash.xxh3_128()
+    while block := file.read(HASH_BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -39,7 +39,7 @@ SHOWN_KEYS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", help="a cache, the folder of its splits, or an fsspec URL")
+    parser.add_argument("cache", help="a cache or the folder of its splits; also as an fsspec URL")
     parser.add_argument("--png", metavar="FILE", help="also draw mass, entropy, ranks and bytes")
     parser.add_argument("--samples", type=int, default=1, help="samples to decode (default 1)")
     parser.add_argument("--positions", type=int, default=12, help="positions of each (default 12)")
@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.samples < 0 or args.positions < 1:
         raise CacheError("--samples must be at least 0 and --positions at least 1")
-    remote = "://" in args.cache
-    caches = [args.cache] if remote else [os.fspath(folder) for folder in find_caches(args.cache)]
+    caches = [os.fspath(cache) for cache in find_caches(args.cache)]
     decode = _token_names(args.tokenizer)
     console = Console()
     if not console.is_terminal:
@@ -77,7 +76,8 @@ def manifest_table(reader: CacheReader) -> Table:
     for key in SHOWN_KEYS:
         value = reader.manifest[key]
         if value not in (None, [], {}):
-            table.add_row(key, Text(value if isinstance(value, str) else canonical_json(value)))
+            plain = isinstance(value, str) and value.isprintable()  # no escapes to the terminal
+            table.add_row(key, Text(value if plain else canonical_json(value)))
     sizes = sum(entry.bytes for entry in reader.shards)
     table.add_row("shards", f"{len(reader.shards)}, {sizes / 2**20:.1f} MiB")
     return table

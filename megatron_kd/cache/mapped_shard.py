@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from megatron_kd.cache import codec
-from megatron_kd.cache.format import CacheError, CacheSpec, ShardEntry, file_checksum, token_hash
+from megatron_kd.cache.format import (
+    MAX_SAMPLE_SLOTS,
+    CacheError,
+    CacheSpec,
+    ShardEntry,
+    file_checksum,
+    token_hash,
+)
 from megatron_kd.cache.shard import (
     MAX_HEADER_BYTES,
     from_bfloat16,
@@ -86,6 +93,12 @@ class MappedShard:
                 raise CacheError(f"{self.path}: {name} does not rise from 0 to {end}")
             offsets[name] = values
         lengths = np.diff(offsets["token_offsets"])
+        most = max(int(lengths.max()), int(np.diff(offsets["row_offsets"]).max()))
+        if most * self.spec.topk > MAX_SAMPLE_SLOTS:  # a few bytes per row would claim K slots each
+            raise CacheError(
+                f"{self.path}: a sample has {most} positions of {self.spec.topk} candidates; at "
+                f"most {MAX_SAMPLE_SLOTS} slots of one sample are read"
+            )
         offsets["mask_offsets"] = np.concatenate([[0], np.cumsum((lengths + 7) >> 3)])
         if offsets["mask_offsets"][-1] != tensors["loss_mask"].shape[0]:
             raise CacheError(f"{self.path}: loss_mask does not fit the tokens")

@@ -17,7 +17,7 @@ from megatron_kd.cache.format import (
     parse_manifest,
 )
 from megatron_kd.cache.mapped_shard import MappedShard, check_shard_bytes
-from megatron_kd.cache.storage import open_storage
+from megatron_kd.cache.storage import DEFAULT_LOCAL_BYTES, open_storage
 
 DEFAULT_OPEN_SHARDS = 128
 RESIDENT_BYTES = 16 << 20  # of samples read before mapped pages are handed back to the page cache
@@ -77,7 +77,7 @@ class CacheReader:
         *,
         max_open_shards: int = DEFAULT_OPEN_SHARDS,
         local_folder: str | os.PathLike | None = None,
-        max_local_bytes: int = 16 << 30,
+        max_local_bytes: int = DEFAULT_LOCAL_BYTES,
     ):
         if max_open_shards < 1:
             raise CacheError(f"max_open_shards must be at least 1, got {max_open_shards}")
@@ -198,14 +198,23 @@ class CacheReader:
             self._open.move_to_end(number)
             return shard
         entry = self._entries[number]
+        try:
+            shard = self._mapped(number, entry)
+        except CacheError:
+            if not self._storage.discard(entry.file):
+                raise
+            shard = self._mapped(number, entry)  # a copy was damaged here, perhaps not the original
+        self._open[number] = shard
+        while len(self._open) > self.max_open_shards:
+            self._open.popitem(last=False)
+        return shard
+
+    def _mapped(self, number: int, entry: ShardEntry) -> MappedShard:
         path = self.shard_path(entry)
         shard = MappedShard(path, entry, self.spec)
         if self.check_checksums and number not in self._checked:
             check_shard_bytes(path, entry)
             self._checked.add(number)
-        self._open[number] = shard
-        while len(self._open) > self.max_open_shards:
-            self._open.popitem(last=False)
         return shard
 
     def _account(self, sample_bytes: int) -> None:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_kd.cache import codec
-from megatron_kd.cache.format import MAX_VOCAB_SIZE, CacheError, CacheSpec, token_hash
+from megatron_kd.cache.format import (
+    MAX_SAMPLE_SLOTS,
+    MAX_VOCAB_SIZE,
+    CacheError,
+    CacheSpec,
+    token_hash,
+)
 from megatron_kd.cache.shard import pack_tokens, to_bfloat16, wide_tokens
 
 POSITIVE_NATS = 1e-3  # log-probabilities up to here are rounding, and become 0
@@ -50,6 +56,11 @@ def check_sample(
     tokens = as_array(tokens, "tokens", where, "iu")
     if tokens.ndim != 1 or not 1 <= tokens.size < 1 << 31:
         raise CacheError(f"{where}: tokens must be [n] with n ≥ 1, got shape {tokens.shape}")
+    if tokens.size * spec.topk > MAX_SAMPLE_SLOTS:
+        raise CacheError(
+            f"{where}: {tokens.size} tokens of {spec.topk} candidates; a sample holds at most "
+            f"{MAX_SAMPLE_SLOTS} slots: cut the text, or keep fewer candidates"
+        )
     if tokens.min() < 0 or tokens.max() >= spec.vocab_size:
         raise CacheError(
             f"{where}: tokens must lie in [0, {spec.vocab_size}), "

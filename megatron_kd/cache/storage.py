@@ -6,19 +6,27 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 
 from megatron_kd.cache.format import MAX_JSON_BYTES, CacheError, read_text
 
+REMOTE_BLOCK_BYTES = 8 << 20
+DEFAULT_LOCAL_BYTES = 16 << 30
 
-def open_storage(path: str, local_folder, max_local_bytes: int) -> "Directory | Remote":
+
+def open_storage(
+    path: str, local_folder=None, max_local_bytes: int = DEFAULT_LOCAL_BYTES
+) -> "Directory | Remote":
     """`file://` URLs and plain paths are read in place."""
-    if path.startswith("file://"):
-        path = path.removeprefix("file://")
-    if "://" not in path and "::" not in path:
-        return Directory(path)
-    return Remote(path, local_folder, max_local_bytes)
+    if is_remote(path):
+        return Remote(path, local_folder, max_local_bytes)
+    return Directory(path.removeprefix("file://"))
+
+
+def is_remote(path: str) -> bool:
+    return not path.startswith("file://") and ("://" in path or "::" in path)
 
 
 class Directory:
@@ -35,6 +43,22 @@ class Directory:
 
     def local_path(self, name: str, expected_bytes: int) -> Path:
         return self.folder / name
+
+    def discard(self, name: str) -> bool:
+        """Whether there was a copy that may be worse than its original: here never."""
+        return False
+
+    def names(self) -> list[str]:
+        """What lies in the directory, sorted."""
+        return sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where it is missing."""
+        file = self.folder / name
+        return file.stat().st_size if file.is_file() else None
+
+    def open(self, name: str) -> BinaryIO:
+        return open(self.folder / name, "rb", buffering=0)
 
 
 _KEPT = ("url", "max_local_bytes", "name_space", "_given")  # what a pickled Remote takes along
@@ -118,6 +142,35 @@ class Remote:
         finally:
             partial.unlink(missing_ok=True)
         return copy
+
+    def discard(self, name: str) -> bool:
+        """Removes the local copy of a file, so that it is copied again. False if there is none."""
+        copy = self._local_folder() / f"{self.name_space}{name}"
+        there = copy.exists()
+        copy.unlink(missing_ok=True)
+        return there
+
+    def names(self) -> list[str]:
+        """What lies under the URL, sorted."""
+        filesystem, path = fsspec.core.url_to_fs(self.url)
+        try:
+            listed = filesystem.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in listed)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where it is missing."""
+        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        try:
+            return filesystem.info(path)["size"] if filesystem.isfile(path) else None
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> BinaryIO:
+        """Read block by block, never copied here as a whole."""
+        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        return filesystem.open(path, "rb", block_size=REMOTE_BLOCK_BYTES)
 
     def _make_room(self, folder: Path, needed_bytes: int) -> None:
         copies = []

@@ -20,14 +20,13 @@ from megatron_kd.cache.format import (
     CacheSpec,
     ShardEntry,
     canonical_json,
-    file_checksum,
     parse_manifest,
     publish,
-    read_text,
+    stream_checksum,
 )
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.shard import MAX_HEADER_BYTES, parse_header
-from megatron_kd.cache.writer import finished_shards
+from megatron_kd.cache.storage import Directory, Remote, is_remote, open_storage
 
 BROKEN_SUFFIX = ".broken"
 
@@ -49,26 +48,29 @@ class Problem:
         return f"{self.file}{samples}: {self.what}"
 
 
-def find_caches(path: str | os.PathLike) -> list[Path]:
-    """The cache at a path, or those of its splits.
+def find_caches(path: str | os.PathLike) -> list[Path] | list[str]:
+    """The cache at a path or an fsspec URL, or those of its splits.
 
     Raises:
         CacheError: There is none.
     """
-    if "://" in os.fspath(path):
-        raise CacheError(
-            f"{path}: verify where the files lie; a URL's shards are checked when read"
-        )
-    folder = Path(path)
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    where = os.fspath(path)
+    remote = is_remote(where)
+    top = where.rstrip("/") if remote else Path(where.removeprefix("file://"))
+    inside = open_storage(os.fspath(top)).names()
     caches = [
         candidate
-        for candidate in (folder, *inside)
-        if any((candidate / name).is_file() for name in (MANIFEST_NAME, BACKUP_NAME, SPEC_NAME))
+        for candidate in (top, *((f"{top}/{name}" if remote else top / name) for name in inside))
+        if _holds_cache(os.fspath(candidate))
     ]
     if not caches:
-        raise CacheError(f"{folder} holds no cache, finished or not")
+        raise CacheError(f"{path} holds no cache, finished or not")
     return caches
+
+
+def _holds_cache(path: str) -> bool:
+    storage = open_storage(path)
+    return any(storage.size(name) is not None for name in (MANIFEST_NAME, BACKUP_NAME, SPEC_NAME))
 
 
 def verify_cache(
@@ -83,62 +85,73 @@ def verify_cache(
         decode: Also decode every sample of the sound shards and compare token hashes.
         on_bytes: Called with the size of each shard after it was checked.
     """
-    folder = Path(path)
+    storage = open_storage(os.fspath(path))
     problems = []
-    found, trouble = _read_manifest(folder / MANIFEST_NAME)
+    found, trouble = _read_manifest(storage, MANIFEST_NAME)
     if found is None:
-        found, backup_trouble = _read_manifest(folder / BACKUP_NAME)
+        found, backup_trouble = _read_manifest(storage, BACKUP_NAME)
         problems.append(Problem(MANIFEST_NAME, trouble))
         if found is None:
-            if not (folder / MANIFEST_NAME).exists() and (folder / SPEC_NAME).exists():
-                count = len(finished_shards(folder))
+            if storage.size(MANIFEST_NAME) is None and storage.size(SPEC_NAME) is not None:
+                count = sum(bool(SHARD_PATTERN.fullmatch(name)) for name in storage.names())
                 return [Problem(MANIFEST_NAME, f"not there: unfinished, {count} shards so far")]
             return [*problems, Problem(BACKUP_NAME, backup_trouble)]
-    elif not _same_text(folder / BACKUP_NAME, canonical_json(found[0])):
+    elif _text(storage, BACKUP_NAME) != canonical_json(found[0]):
         problems.append(Problem(BACKUP_NAME, f"differs from {MANIFEST_NAME}"))
     _, spec, entries = found
-    if not _same_text(folder / SPEC_NAME, canonical_json(spec.as_dict())):
+    if _text(storage, SPEC_NAME) != canonical_json(spec.as_dict()):
         problems.append(Problem(SPEC_NAME, f"differs from {MANIFEST_NAME}"))
     sound = []
     for entry in entries:
-        what = _check_shard(folder / entry.file, entry, spec)
+        what = _check_shard(storage, entry, spec)
         if what:
             problems.append(Problem(entry.file, what, entry))
         else:
             sound.append(entry)
         on_bytes(entry.bytes)
     listed = {entry.file for entry in entries}
-    for file in sorted(folder.iterdir()):
-        if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
-            problems.append(Problem(file.name, "not in the manifest"))
+    for name in storage.names():
+        if SHARD_PATTERN.fullmatch(name) and name not in listed:
+            problems.append(Problem(name, "not in the manifest"))
     if decode and not any(problem.file == MANIFEST_NAME for problem in problems):
-        problems += _decode_all(folder, sound)
+        problems += _decode_all(path, sound)
     return problems
 
 
-def _read_manifest(file: Path):
+def _read_manifest(storage: Directory | Remote, name: str):
     try:
-        return parse_manifest(read_text(file), str(file)), ""
-    except FileNotFoundError:
-        return None, "missing"
-    except CacheError as error:
+        text = storage.read_text(name)
+        return (None, "missing") if text is None else (parse_manifest(text, name), "")
+    except (CacheError, OSError) as error:
         return None, f"damaged: {error}"
 
 
-def _same_text(file: Path, text: str) -> bool:
-    return file.is_file() and read_text(file) == text
-
-
-def _check_shard(file: Path, entry: ShardEntry, spec: CacheSpec) -> str:
-    """What is wrong with a shard's file; empty when nothing is."""
-    if not file.is_file():
-        return "missing"
-    size = file.stat().st_size
-    if size == entry.bytes and file_checksum(file) == entry.xxh3_128:
-        return ""
+def _text(storage: Directory | Remote, name: str) -> str | None:
     try:
-        with open(file, "rb") as stream:
-            head, _ = parse_header(file, stream.read(8 + MAX_HEADER_BYTES), size, spec)
+        return storage.read_text(name)
+    except (CacheError, OSError):
+        return None
+
+
+def _same_text(file: Path, text: str) -> bool:
+    return _text(Directory(os.fspath(file.parent)), file.name) == text
+
+
+def _check_shard(storage: Directory | Remote, entry: ShardEntry, spec: CacheSpec) -> str:
+    """What is wrong with a shard's file; empty when nothing is."""
+    try:
+        size = storage.size(entry.file)
+        if size is None:
+            return "missing"
+        with storage.open(entry.file) as file:
+            if size == entry.bytes and stream_checksum(file) == entry.xxh3_128:
+                return ""
+        with storage.open(entry.file) as file:
+            start = file.read(8 + MAX_HEADER_BYTES)
+    except OSError as error:  # a failing disk takes a shard, not the check of the others
+        return f"cannot be read: {error}"
+    try:
+        head, _ = parse_header(Path(entry.file), start, size, spec)
     except CacheError as error:
         if size != entry.bytes:
             return f"{size} bytes instead of {entry.bytes}: truncated or replaced"
@@ -150,9 +163,9 @@ def _check_shard(file: Path, entry: ShardEntry, spec: CacheSpec) -> str:
     return "damaged: its checksum is not the manifest's"
 
 
-def _decode_all(folder: Path, entries: list[ShardEntry]) -> list[Problem]:
+def _decode_all(path: str | os.PathLike, entries: list[ShardEntry]) -> list[Problem]:
     problems = []
-    reader = CacheReader(folder, check_checksums=False)
+    reader = CacheReader(path, check_checksums=False)
     for entry in entries:
         for sample in range(entry.first_sample, entry.first_sample + entry.samples):
             try:
@@ -172,10 +185,16 @@ def repair_cache(path: str | os.PathLike, problems: list[Problem]) -> list[str]:
     Raises:
         CacheError: The manifest and its copy are both lost.
     """
-    folder, done = Path(path), []
-    manifest, _ = _read_manifest(folder / MANIFEST_NAME)
+    if is_remote(os.fspath(path)):
+        raise CacheError(
+            f"{path}: repair works on a local directory; copy the cache there, repair it, and copy "
+            "what changed back"
+        )
+    storage = open_storage(os.fspath(path))
+    folder, done = storage.folder, []
+    manifest, _ = _read_manifest(storage, MANIFEST_NAME)
     if manifest is None:
-        manifest, _ = _read_manifest(folder / BACKUP_NAME)
+        manifest, _ = _read_manifest(storage, BACKUP_NAME)
         unfinished = not (folder / MANIFEST_NAME).exists() and (folder / SPEC_NAME).exists()
         if manifest is None and not unfinished:
             raise CacheError(
@@ -215,7 +234,10 @@ def repair_cache(path: str | os.PathLike, problems: list[Problem]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", help="a cache, or the folder of a capture with all its splits")
+    parser.add_argument(
+        "cache",
+        help="a cache, the folder of a capture with all its splits, or an fsspec URL of either",
+    )
     parser.add_argument(
         "--repair", action="store_true", help="capture broken and missing shards again, only those"
     )
@@ -239,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         if problems:
             broken = True
         else:
-            manifest = parse_manifest(read_text(folder / MANIFEST_NAME), str(folder))[0]
+            manifest = CacheReader(folder).manifest
             print(
                 f"{folder}: sound; {manifest['samples']} samples, "
                 f"{manifest['positions']} positions, {len(manifest['shards'])} shards, "
@@ -248,12 +270,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _verify_with_progress(folder: Path, decode: bool) -> list[Problem]:
-    console = Console(stderr=True)
-    total = sum(file.stat().st_size for file in folder.glob("shard-*.safetensors"))
+def _verify_with_progress(cache: Path | str, decode: bool) -> list[Problem]:
+    manifest, _ = _read_manifest(open_storage(os.fspath(cache)), MANIFEST_NAME)
+    total = sum(entry.bytes for entry in manifest[2]) if manifest else None
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(folder.name, total=total)
+        task = progress.add_task(os.path.basename(cache), total=total)
         return verify_cache(
-            folder, decode=decode, on_bytes=lambda count: progress.advance(task, count)
+            cache, decode=decode, on_bytes=lambda count: progress.advance(task, count)
         )

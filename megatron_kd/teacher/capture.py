@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_class(args.engine)
     spans_ranks = getattr(engine, "spans_ranks", False)
     if args.worker:
-        worker = Worker.parse(args.worker)
+        worker = Worker.parse(args.worker, os.environ, ranks=not spans_ranks)
     else:
         worker = Worker.from_environment(os.environ, ranks=not spans_ranks)
     try:

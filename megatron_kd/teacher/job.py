@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from megatron_kd.cache.format import (
     MANIFEST_NAME,
+    MAX_SAMPLE_SLOTS,
     CacheError,
     CacheSpec,
     parse_manifest,
@@ -35,6 +37,7 @@ from megatron_kd.cache.writer import (
 )
 from megatron_kd.data.sequences import SequenceReader
 from megatron_kd.teacher.engine import EngineError, RowRequest, Teacher, engine_class
+from megatron_kd.teacher.http_client import API_KEY
 from megatron_kd.teacher.plan import SampleRows, pieces
 from megatron_kd.teacher.progress import CaptureProgress
 from megatron_kd.teacher.trial import Trial
@@ -128,6 +131,7 @@ def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict
     with _Engines() as engines:
         for name, (setting, _) in settings.items():
             folder = folders[name]
+            _reopen_if_incomplete(setting, folder)
             if not (folder / MANIFEST_NAME).exists():
                 publish(folder / _ORIGIN_NAME, _origin_text(setting.job))
                 _make(
@@ -177,6 +181,12 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
             f"give "
             "its megatron-kd capture command again"
         )
+    if job.options.get("server") and os.environ.get(API_KEY):
+        raise EngineError(
+            f"{folder} names its own servers {list(job.options['server'])}, to which the key in "
+            f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
+            "makes the missing shards"
+        )
     setting = _resolve(job)
     open_directory(folder, setting.spec)
     if manifest_file.exists():
@@ -213,6 +223,11 @@ def _resolve(job: CaptureJob) -> _Setting:
             f"the {job.engine} engine returns no hidden states; use the transformers engine or "
             "leave out --hidden-dtype"
         )
+    if (data["seq_length"] + 1) * job.topk > MAX_SAMPLE_SLOTS:
+        raise EngineError(
+            f"sequences of {data['seq_length'] + 1} tokens with {job.topk} candidates exceed the "
+            f"{MAX_SAMPLE_SLOTS} slots a sample may have; lower --topk, or prepare shorter ones"
+        )
     request = RowRequest(
         topk=job.topk,
         vocab_size=vocab_size,
@@ -248,6 +263,23 @@ def _resolve(job: CaptureJob) -> _Setting:
     positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
     plan = plan_shards(positions, job.shard_positions)
     return _Setting(job, reader, options, described, request, spec, plan, positions)
+
+
+def _reopen_if_incomplete(setting: _Setting, folder: Path) -> None:
+    """Makes a complete cache an unfinished one where shards got lost since."""
+    try:
+        lost = sorted(set(range(len(setting.plan) - 1)) - set(finished_shards(folder)))
+        if not (folder / MANIFEST_NAME).exists() or not lost:
+            return
+        print(
+            f"{folder}: shard {', '.join(map(str, lost))} missing or cut since the cache was "
+            "complete; captured again",
+            file=sys.stderr,
+        )
+        reopen(folder, without=lost)
+    except FileNotFoundError:  # another worker did so between two looks at the directory
+        if (folder / MANIFEST_NAME).exists():
+            raise
 
 
 class _Engines:

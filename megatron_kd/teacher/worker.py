@@ -29,11 +29,20 @@ class Worker:
         return shard % self.count == self.index
 
     @classmethod
-    def parse(cls, text: str) -> "Worker":
+    def parse(
+        cls, text: str, environment: Mapping[str, str] | None = None, *, ranks: bool = True
+    ) -> "Worker":
+        """From i/n; the ranks of a torchrun, where there is one, share that part out.
+
+        Args:
+            environment: Holds torchrun's RANK and WORLD_SIZE.
+            ranks: False where all ranks of a torchrun hold one teacher together.
+        """
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match:
             raise EngineError(f"--worker must be i/n, e.g. 0/8 to 7/8, got {text!r}")
-        return cls(int(match[1]), int(match[2]))
+        worker = cls(int(match[1]), int(match[2]))
+        return worker._of_rank(environment or {}) if ranks else worker
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, ranks: bool = True) -> "Worker":
@@ -44,22 +53,25 @@ class Worker:
             ranks: False where all ranks of a torchrun hold one teacher together.
         """
 
-        def number(name: str, default: int) -> int:
-            text = environment.get(name, "")
-            if text and not re.fullmatch(r"\d+", text):
-                raise EngineError(f"the environment variable {name} must be a number, got {text!r}")
-            return int(text) if text else default
-
         index, count = 0, 1
         if "SLURM_ARRAY_TASK_ID" in environment:
-            first = number("SLURM_ARRAY_TASK_MIN", 0)
-            step = number("SLURM_ARRAY_TASK_STEP", 1) or 1
-            count = number("SLURM_ARRAY_TASK_COUNT", 1)
-            index = (number("SLURM_ARRAY_TASK_ID", 0) - first) // step
-        if ranks:
-            world = number("WORLD_SIZE", 1)
-            index, count = index * world + number("RANK", 0), count * world
-        return cls(index, count)
+            first = _number(environment, "SLURM_ARRAY_TASK_MIN", 0)
+            step = _number(environment, "SLURM_ARRAY_TASK_STEP", 1) or 1
+            count = _number(environment, "SLURM_ARRAY_TASK_COUNT", 1)
+            index = (_number(environment, "SLURM_ARRAY_TASK_ID", 0) - first) // step
+        worker = cls(index, count)
+        return worker._of_rank(environment) if ranks else worker
+
+    def _of_rank(self, environment: Mapping[str, str]) -> "Worker":
+        world = _number(environment, "WORLD_SIZE", 1)
+        return Worker(self.index * world + _number(environment, "RANK", 0), self.count * world)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if text and not re.fullmatch(r"\d+", text):
+        raise EngineError(f"the environment variable {name} must be a number, got {text!r}")
+    return int(text) if text else default
 
 
 class Stopped(Exception):

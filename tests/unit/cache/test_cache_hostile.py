@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from cache_samples import make_samples, write_cache
 
-from megatron_kd.cache import CacheError, CacheReader
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, ShardWriter
 from megatron_kd.cache.format import canonical_json, file_checksum, seal, sha256_json
+from megatron_kd.cache.sample import Sample
+from megatron_kd.cache.writer import open_directory, publish_manifest
 
 
 @pytest.fixture
@@ -297,13 +299,50 @@ def test_a_link_is_not_followed_by_name(path, tmp_path):
 
 SMALL_MEMORY = """
 import resource, sys
-from megatron_kd.cache import CacheError, CacheReader
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, ShardWriter
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     CacheReader(sys.argv[1], check_checksums=False)[0]
 except CacheError as error:
     print("refused:", error)
 """
+
+
+def read_in_little_memory(path):
+    """What a process says that may allocate 4 GiB beyond what it begins with."""
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit_bytes = pages * resource.getpagesize() + (4 << 30)
+    return subprocess.run(
+        [sys.executable, "-c", SMALL_MEMORY, str(path), str(limit_bytes)],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("codec", ["compact", "fp16"])
+def test_a_huge_k_over_many_rows_is_refused_before_allocation(tmp_path, codec):
+    """Some 20 KB that claim 2000 rows of 2^20 slots, of which one is used."""
+    rows = 2000
+    description = dict(vocab_size=1 << 20, topk=1 << 20, teacher="t", tokenizer="t", codec=codec)
+    spec = CacheSpec(**description)
+    path = open_directory(tmp_path / "cache", spec)
+    writer = ShardWriter(path, spec, 0, 0)
+    sample = Sample(
+        tokens=np.zeros(rows + 1, np.int32),
+        loss_mask=np.arange(rows + 1) < rows,
+        cu_seqlens=np.array([0, rows + 1], np.int32),
+        counts=np.ones(rows, np.int64),
+        ids=np.zeros(rows, np.int64),
+        logprobs=np.zeros(rows),
+        mass=np.ones(rows),
+        log_z=[],
+        hidden=None,
+    )
+    writer._buffer.add(sample)
+    writer.publish()
+    publish_manifest(path, samples=1)
+    out = read_in_little_memory(path)
+    assert out.stdout.startswith("refused:") and "slots" in out.stdout, out.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -318,11 +357,5 @@ except CacheError as error:
 def test_refused_before_allocation(path, change):
     """In a process that cannot allocate what the file announces."""
     forge_shard(path, change)
-    pages = int(open("/proc/self/statm").read().split()[0])
-    limit_bytes = pages * resource.getpagesize() + (4 << 30)
-    out = subprocess.run(
-        [sys.executable, "-c", SMALL_MEMORY, str(path), str(limit_bytes)],
-        capture_output=True,
-        text=True,
-    )
+    out = read_in_little_memory(path)
     assert out.stdout.startswith("refused:"), out.stderr[-2000:]

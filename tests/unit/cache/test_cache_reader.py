@@ -270,6 +270,25 @@ class TestRemote:
         with pytest.raises(CacheError, match="shard-000001.safetensors is missing"):
             reader[reader.shards[1].first_sample]
 
+    def test_a_damaged_local_copy_is_fetched_again(self, url, samples, tmp_path):
+        """As after a power cut: the name and the size are there, the bytes are not."""
+        folder = tmp_path / "copies"
+        CacheReader(url, local_folder=folder)[0]
+        (copy,) = folder.iterdir()
+        good = copy.read_bytes()
+        copy.write_bytes(bytes(len(good)))
+        assert_rows(CacheReader(url, local_folder=folder)[0], samples[0], 0.005)
+        assert copy.read_bytes() == good
+
+    def test_a_damaged_original_is_refused(self, url, tmp_path):
+        store = fsspec.filesystem("memory")
+        name = "/bucket/cache/shard-000000.safetensors"
+        content = bytearray(store.cat_file(name))
+        content[-1] ^= 1
+        store.pipe_file(name, bytes(content))
+        with pytest.raises(CacheError, match="checksum does not match"):
+            CacheReader(url, local_folder=tmp_path / "copies")[0]
+
     def test_no_cache_there(self):
         with pytest.raises(CacheError, match="has no manifest.json"):
             CacheReader("memory://bucket/nothing")

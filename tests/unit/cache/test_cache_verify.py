@@ -1,11 +1,13 @@
 """Every damaged byte is found and named, and only what is broken is captured again."""
 
+import errno
 import os
 import random
 import shutil
 import sys
 import types
 
+import fsspec
 import numpy as np
 import pytest
 from cache_samples import make_samples, write_cache
@@ -14,6 +16,7 @@ from megatron_kd import cli
 from megatron_kd.cache import CacheReader, CacheSpec, ShardWriter, reopen
 from megatron_kd.cache.format import read_json
 from megatron_kd.cache.statistics import cache_statistics
+from megatron_kd.cache.storage import Directory
 from megatron_kd.cache.verify import find_caches, verify_cache
 from megatron_kd.cache.writer import finished_shards, publish_manifest
 
@@ -235,10 +238,66 @@ def test_a_capture_with_splits(sound, tmp_path, capsys):
     assert "no cache" in capsys.readouterr().err
 
 
+def test_a_url(sound, tmp_path, capsys):
+    """Object storage: every byte is checked without copying shards here."""
+    store = fsspec.filesystem("memory")
+    for file in sound.iterdir():
+        if file.is_file():
+            for split in ("train", "validation"):
+                store.pipe_file(f"/bucket/capture/{split}/{file.name}", file.read_bytes())
+    try:
+        assert cli.main(["verify", "memory://bucket/capture", "--decode"]) == 0
+        assert capsys.readouterr().out.count("sound") == 2
+        broken = "/bucket/capture/validation/shard-000001.safetensors"
+        content = bytearray(store.cat_file(broken))
+        content[len(content) // 2] ^= 1
+        store.pipe_file(broken, bytes(content))
+        store.rm("/bucket/capture/validation/shard-000002.safetensors")
+        store.pipe_file("/bucket/capture/validation/shard-000099.safetensors", b"")
+        assert cli.main(["verify", "memory://bucket/capture"]) == 1
+        out = capsys.readouterr().out
+        assert out.count("sound") == 1 and "shard-000001.safetensors (samples" in out
+        assert "shard-000002.safetensors (samples" in out and "missing" in out
+        assert "shard-000099.safetensors: not in the manifest" in out
+        assert cli.main(["verify", "memory://bucket/capture", "--repair"]) == 1
+        assert "local directory" in capsys.readouterr().err
+        assert cli.main(["verify", "memory://bucket/nothing"]) == 1
+        assert "no cache" in capsys.readouterr().err
+    finally:
+        store.rm("/bucket", recursive=True)
+
+
+def test_a_file_the_disk_cannot_read_is_one_problem_among_others(path, monkeypatch):
+    plain = Directory.open
+
+    def failing(storage, name):
+        if name == "shard-000001.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(storage, name)
+
+    monkeypatch.setattr(Directory, "open", failing)
+    (path / "shard-000003.safetensors").unlink()
+    os.truncate(path / "manifest.backup.json", 1 << 30)  # sparse; too large to read
+    problems = verify_cache(path)
+    assert [problem.file for problem in problems] == [
+        "manifest.backup.json",
+        "shard-000001.safetensors",
+        "shard-000003.safetensors",
+    ]
+    assert "cannot be read" in str(problems[1]) and problems[1].entry.shard == 1
+
+
 def test_an_unfinished_cache(path, capsys):
     reopen(path, without=[0])
     assert cli.main(["verify", str(path)]) == 1
     assert "unfinished" in capsys.readouterr().out
+
+
+def test_inspect_sends_no_escapes_to_the_terminal(tmp_path, capsys):
+    path = write_cache(tmp_path / "c", make_samples(count=3), licence="MIT\x1b]0;owned\x07")
+    assert cli.main(["inspect", str(path), "--samples", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b]0" not in out and "\\u001b" in out
 
 
 def test_inspect(tmp_path, capsys):

@@ -131,6 +131,12 @@ def test_refuses_a_wrong_description(tmp_path, change, message):
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
+def test_a_sample_no_reader_would_take_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_kd.cache.sample.MAX_SAMPLE_SLOTS", 8 * 25)
+    with pytest.raises(CacheError, match="26 tokens of 8 candidates"):
+        write_cache(tmp_path / "c", [make_sample(np.random.default_rng(0), 26, 1000, 8)])
+
+
 def test_rounding_above_zero_is_taken_as_zero(tmp_path):
     sample = (np.array([1, 2]), np.array([1, 0]), np.array([[5]]), np.array([[2e-7]], np.float32))
     write_cache(tmp_path / "c", [sample], topk=1)

@@ -231,6 +231,50 @@ def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
         resume(data / "train")
 
 
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_complete_cache_that_lost_a_shard_gets_it_back(
+    damage, data, teacher_dir, tmp_path, capsys
+):
+    arguments = command(data, teacher_dir, tmp_path / "cache")
+    assert main(arguments) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    shards = sorted((tmp_path / "cache" / "train").glob("shard-*.safetensors"))
+    kept = shards[0].stat().st_mtime_ns
+    if damage == "missing":
+        shards[1].unlink()
+    else:
+        os.truncate(shards[1], 100)
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert "shard 1" in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    assert after == before and shards[0].stat().st_mtime_ns == kept
+
+
+def test_a_key_is_not_sent_to_servers_that_a_manifest_names(
+    data, teacher_dir, tmp_path, monkeypatch
+):
+    """Whoever hands over a cache could put an address of their own into it."""
+    model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()
+    with ModelServer(model) as server:
+        job = CaptureJob(
+            data=str(data / "train"),
+            teacher="tiny",
+            engine="sglang",
+            topk=8,
+            shard_positions=70,
+            options={"server": [server.address]},
+        )
+        capture({"train": (job, tmp_path / "cache")}, Worker())
+        asked = len(server.keys)
+        monkeypatch.setenv(http_client.API_KEY, "secret")
+        with pytest.raises(EngineError, match="megatron-kd capture command again"):
+            resume(tmp_path / "cache", shards=[0])
+        assert len(server.keys) == asked
+        (tmp_path / "cache" / "shard-000000.safetensors").unlink()
+        assert capture({"train": (job, tmp_path / "cache")}, Worker()) == {"train": True}
+
+
 def test_repair_runs_no_remote_code(data, teacher_dir, tmp_path):
     assert main(command(data, teacher_dir, tmp_path / "cache", "--trust-remote-code")) == 0
     with pytest.raises(EngineError, match="--trust-remote-code"):
@@ -380,6 +424,13 @@ def test_no_prepared_data_is_a_clear_error(teacher_dir, tmp_path, capsys):
 def test_workers_from_the_environment(environment, want):
     worker = Worker.from_environment(environment)
     assert (worker.index, worker.count) == want
+
+
+def test_a_given_worker_is_shared_out_over_its_ranks():
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_ARRAY_TASK_ID": "7"}
+    assert Worker.parse("3/4", environment) == Worker(7, 8)
+    assert Worker.parse("3/4", environment, ranks=False) == Worker(3, 4)
+    assert Worker.parse("3/4") == Worker(3, 4)
 
 
 @pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "0/0"])
