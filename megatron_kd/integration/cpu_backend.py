@@ -23,7 +23,7 @@ import sys
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_kd.integration import import_stand_ins
+from megatron_kd.integration import cpu_layers, import_stand_ins
 
 SWITCH = "MEGATRON_KD_BACKEND"
 CHOICES = ("auto", "cpu", "cuda")
@@ -293,6 +293,7 @@ def _replace_in_core() -> None:
     def set_state(state, device=-1, graph_safe=False):
         torch.set_rng_state(state)
 
+    cpu_layers.install()
     core_random._get_cuda_rng_state = get_state
     core_random._set_cuda_rng_state = set_state
     # Without Transformer Engine it is None, which isinstance refuses.
