@@ -11,102 +11,38 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_kd.cache.format import (
     MANIFEST_NAME,
-    MAX_SAMPLE_SLOTS,
     CacheError,
-    CacheSpec,
     parse_manifest,
     publish,
     read_text,
 )
 from megatron_kd.cache.writer import (
-    DEFAULT_SHARD_POSITIONS,
     ShardWriter,
     finished_shards,
     open_directory,
-    plan_shards,
     publish_manifest,
     reopen,
 )
-from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.teacher.engine import EngineError, RowRequest, Teacher, engine_class
+from megatron_kd.teacher.engine import EngineError, engine_class
 from megatron_kd.teacher.http_client import API_KEY
 from megatron_kd.teacher.plan import SampleRows, pieces
 from megatron_kd.teacher.progress import CaptureProgress
+from megatron_kd.teacher.setting import CaptureJob, Setting, resolve
 from megatron_kd.teacher.trial import Trial
 from megatron_kd.teacher.worker import Worker
 
 # What `verify --repair` needs to make a shard again; beside the shards until the manifest carries
 # it.
 _ORIGIN_NAME = ".capture.json"
+_TELLING_TOPK = 20  # with fewer candidates a good teacher may miss many next tokens
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureJob:
-    """A capture of one split, as plain values: they travel in the cache's manifest so that it can
-    be repaired."""
-
-    data: str
-    """Folder of the split's prepared sequences."""
-    teacher: str
-    """Model directory, or the model's name at its server."""
-    engine: str = "transformers"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's own options that were given."""
-    topk: int = 100
-    top_p: float = 1.0
-    sampling: str = "topk"
-    seed: int = 1234
-    temperatures: tuple[float, ...] = ()
-    hidden_dtype: str | None = None
-    """None keeps no hidden states."""
-    codec: str = "compact"
-    shard_positions: int = DEFAULT_SHARD_POSITIONS
-    vocab_size: int | None = None
-    """None takes the tokenizer's, from the data."""
-    licence: str | None = None
-    """None takes what the teacher's model card says."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
-
-    def engine_options(self) -> Any:
-        """The engine's options object.
-
-        Raises:
-            EngineError: an option is not one of this engine's, or its value is refused.
-        """
-        kind = engine_class(self.engine).Options
-        known = {f.name for f in fields(kind)}
-        unknown = sorted(set(self.options) - known)
-        if unknown:
-            raise EngineError(
-                f"{', '.join(unknown)}: not an option of the {self.engine} engine, which has "
-                f"{', '.join(sorted(known))}"
-            )
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()})
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """A job with everything resolved that does not need the teacher loaded."""
-
-    job: CaptureJob
-    reader: SequenceReader
-    options: Any
-    described: Teacher
-    request: RowRequest
-    spec: CacheSpec
-    plan: np.ndarray  # [shards + 1] int64, shard i holds samples plan[i] to plan[i + 1]
-    positions: np.ndarray  # [samples] int64
 
 
 def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict[str, bool]:
@@ -123,7 +59,7 @@ def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict
             how to go on.
         OSError: the disk is full, or the teacher stopped answering. Finished shards are kept.
     """
-    settings = {name: (_resolve(job), output) for name, (job, output) in jobs.items()}
+    settings = {name: (resolve(job), output) for name, (job, output) in jobs.items()}
     folders = {
         name: open_directory(output, setting.spec) for name, (setting, output) in settings.items()
     }
@@ -187,7 +123,7 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
             f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
             "makes the missing shards"
         )
-    setting = _resolve(job)
+    setting = resolve(job)
     open_directory(folder, setting.spec)
     if manifest_file.exists():
         there = finished_shards(folder)
@@ -200,72 +136,7 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
     return json.loads(manifest_file.read_text())
 
 
-def _resolve(job: CaptureJob) -> _Setting:
-    reader = SequenceReader(job.data)
-    data = reader.manifest
-    options = job.engine_options()
-    engine = engine_class(job.engine)
-    described = engine.describe(job.teacher, options)
-    vocab_size = job.vocab_size or data["vocab_size"]
-    if described.output_rows is not None and described.output_rows < vocab_size:
-        raise EngineError(
-            f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
-            f"size {vocab_size}: this is not the teacher the data was tokenised for"
-        )
-    if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
-        raise EngineError(
-            f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
-            f"its ids mean other tokens; prepare the data with --tokenizer {job.teacher}, or take "
-            "the teacher of that tokenizer"
-        )
-    if job.hidden_dtype and described.hidden_size is None:
-        raise EngineError(
-            f"the {job.engine} engine returns no hidden states; use the transformers engine or "
-            "leave out --hidden-dtype"
-        )
-    if (data["seq_length"] + 1) * job.topk > MAX_SAMPLE_SLOTS:
-        raise EngineError(
-            f"sequences of {data['seq_length'] + 1} tokens with {job.topk} candidates exceed the "
-            f"{MAX_SAMPLE_SLOTS} slots a sample may have; lower --topk, or prepare shorter ones"
-        )
-    request = RowRequest(
-        topk=job.topk,
-        vocab_size=vocab_size,
-        top_p=job.top_p,
-        sampling=job.sampling,
-        seed=job.seed,
-        temperatures=job.temperatures,
-        hidden=job.hidden_dtype is not None,
-    )
-    sampling: Any = job.sampling
-    if job.sampling == "random":
-        sampling = {"method": "random", "draws": job.topk, "seed": job.seed}
-    elif job.top_p < 1.0:
-        sampling = {"method": "topk", "top_p": job.top_p}
-    shaping = {k: v for k, v in asdict(options).items() if k in ("dtype", "batch_tokens")}
-    spec = CacheSpec(
-        vocab_size=vocab_size,
-        topk=job.topk,
-        teacher=described.fingerprint,
-        tokenizer=data["tokenizer"],
-        codec=job.codec,
-        engine={"name": job.engine, "version": described.version},
-        sampling=sampling,
-        template=data.get("template"),
-        packing=data["packing"],
-        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
-        temperatures=job.temperatures,
-        hidden_size=described.hidden_size if job.hidden_dtype else 0,
-        hidden_dtype=job.hidden_dtype or "float16",
-        licence=job.licence or described.licence,
-        parameters={"shard_positions": job.shard_positions, **shaping},
-    )
-    positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
-    plan = plan_shards(positions, job.shard_positions)
-    return _Setting(job, reader, options, described, request, spec, plan, positions)
-
-
-def _reopen_if_incomplete(setting: _Setting, folder: Path) -> None:
+def _reopen_if_incomplete(setting: Setting, folder: Path) -> None:
     """Makes a complete cache an unfinished one where shards got lost since."""
     try:
         lost = sorted(set(range(len(setting.plan) - 1)) - set(finished_shards(folder)))
@@ -295,7 +166,7 @@ class _Engines:
         if self._engine is not None:
             self._engine.close()
 
-    def of(self, setting: _Setting):
+    def of(self, setting: Setting):
         job = setting.job
         key = (job.engine, job.teacher, setting.request, setting.options)
         if key != self._key:
@@ -305,7 +176,7 @@ class _Engines:
         return self._engine
 
 
-def _make(setting: _Setting, folder: Path, label: str, worker: Worker, engines: _Engines) -> None:
+def _make(setting: Setting, folder: Path, label: str, worker: Worker, engines: _Engines) -> None:
     """Makes the worker's shards that are not finished. Loads the teacher only if there are any."""
     finished = finished_shards(folder)
     shards = len(setting.plan) - 1
@@ -331,7 +202,7 @@ def _make(setting: _Setting, folder: Path, label: str, worker: Worker, engines: 
 
 
 def _make_shard(
-    setting: _Setting, engine, folder: Path, shard: int, progress: CaptureProgress
+    setting: Setting, engine, folder: Path, shard: int, progress: CaptureProgress
 ) -> None:
     first, last = int(setting.plan[shard]), int(setting.plan[shard + 1])
     found = pieces(setting.reader, first, last, setting.spec.packing)
@@ -360,7 +231,8 @@ def _make_shard(
         if progress.wants_estimate:
             trial.add(piece.document, rows)
             if progress.ready_to_estimate:
-                progress.estimate(trial.bytes_per_position())
+                share = trial.label_share() if setting.spec.topk >= _TELLING_TOPK else None
+                progress.estimate(trial.bytes_per_position(), share)
     writer = ShardWriter(folder, setting.spec, shard, first)
     for index in range(first, last):
         sample, rows = setting.reader[index], held.pop(index)
@@ -376,7 +248,7 @@ def _make_shard(
     writer.publish()
 
 
-def _complete(setting: _Setting, folder: Path) -> bool:
+def _complete(setting: Setting, folder: Path) -> bool:
     """Publishes the manifest if every shard is there; so does any other worker that sees them
     all."""
     manifest = folder / MANIFEST_NAME

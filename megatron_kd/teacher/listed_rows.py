@@ -52,13 +52,20 @@ def rows_from_lists(
     document: Document,
     request: RowRequest,
     engine: str,
+    *,
+    prompt: list[int] | None = None,
 ) -> Rows:
     """Rows of a document from one (ids, logprobs) pair per prompt position.
 
     Pairs may hold more than K entries, in any order, with the prompt's own token listed twice.
 
+    Args:
+        prompt: Given where the engine lists the prompt's own token at each position: then rows of
+            another position, or of another prompt, are found out.
+
     Raises:
-        EngineError: a position is missing, short of K, holds padding ids, or is no distribution.
+        EngineError: a position is missing, short of K, holds padding ids, is no distribution, or is
+            not the prompt's.
     """
     wanted = min(request.topk, request.vocab_size)
     ids = np.empty((len(document.rows), wanted), np.int32)
@@ -70,6 +77,11 @@ def rows_from_lists(
                 f"{engine} returned no candidates for prompt position {row + 1} of {len(lists)}: "
                 "prompt log-probabilities are lost where a server reuses cached prefixes; turn "
                 "its prefix caching off"
+            )
+        if prompt is not None and prompt[row + 1] not in entry[0]:
+            raise EngineError(
+                f"{engine} did not list the prompt's own token {prompt[row + 1]} at position "
+                f"{row + 1}, as it always does: these are not that position's candidates"
             )
         distinct, first = np.unique(entry[0], return_index=True)
         values = np.asarray(entry[1], np.float32)[first]

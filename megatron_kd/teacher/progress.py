@@ -16,6 +16,8 @@ from rich.progress import (
 
 _LINE_EVERY_S = 15.0
 _ESTIMATE_AFTER_S = 2.0
+# Of a language model's twenty first candidates on text of its own tokenizer: 80 to 99 %.
+_UNLIKELY_SHARE = 0.4
 
 
 class CaptureProgress:
@@ -84,9 +86,9 @@ class CaptureProgress:
         enough = time.monotonic() - self._started >= _ESTIMATE_AFTER_S
         return self._rate > 0 and (enough or self.done >= self.positions)
 
-    def estimate(self, bytes_per_position: float) -> None:
+    def estimate(self, bytes_per_position: float, label_share: float | None = None) -> None:
         """Says once what the whole work will take, from the rows made so far and their encoded
-        size."""
+        size, and warns of rows that know too little of the next tokens."""
         self._estimated = True
         total_bytes = bytes_per_position * self.positions
         self._say(
@@ -99,6 +101,12 @@ class CaptureProgress:
                 f"warning: only {_size(self._free_bytes)} are free there; the capture will stop "
                 "when the disk is full, keep its finished shards, and go on when it is run again "
                 "with more room"
+            )
+
+        if label_share is not None and label_share < _UNLIKELY_SHARE:
+            self._say(
+                f"warning: only {label_share:.0%} of the next tokens are among the teacher's "
+                "candidates; is it the teacher whose tokenizer the data was prepared with?"
             )
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""What captured rows take on disk, found out by encoding the first of them."""
+"""What captured rows take on disk, and whether they fit their texts, found out from the first of
+them."""
 
 import numpy as np
 
@@ -16,11 +17,16 @@ class Trial:
     def __init__(self, spec: CacheSpec):
         self._spec = spec
         self._buffer = ShardBuffer(spec)
+        self._labels = self._hits = 0
 
     def add(self, document: Document, rows: Rows) -> None:
         """Adds a document's rows, up to the first few thousand positions."""
         if self._buffer.positions >= _ENOUGH_POSITIONS:
             return
+        labelled = document.rows[document.rows + 1 < len(document.tokens)]
+        labels = document.tokens[labelled + 1, None]
+        self._labels += len(labelled)
+        self._hits += int((rows.topk_ids[: len(labelled)] == labels).any(axis=1).sum())
         # A sample's last position is never a row, a document's may be.
         tokens = np.append(document.tokens, np.int32(0))
         mask = np.zeros(len(tokens), bool)
@@ -38,6 +44,10 @@ class Trial:
                 rows.hidden,
             )
         )
+
+    def label_share(self) -> float | None:
+        """Share of the positions whose next token is among the candidates; None without any."""
+        return self._hits / self._labels if self._labels else None
 
     def bytes_per_position(self) -> float:
         """Of everything a shard holds, tokens and masks included."""

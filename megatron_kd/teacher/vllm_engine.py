@@ -132,4 +132,7 @@ class VllmEngine:
                 (ids[start:end], logprobs[start:end])
                 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
             ]
-            yield index, rows_from_lists(lists, documents[index], self.request, "vLLM")
+            yield (
+                index,
+                rows_from_lists(lists, documents[index], self.request, "vLLM", prompt=prompt),
+            )

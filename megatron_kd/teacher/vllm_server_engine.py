@@ -80,9 +80,8 @@ class VllmServerEngine:
                 "cache_salt": secrets.token_hex(16),
             },
         )
-        return rows_from_lists(
-            parse_completion(answer, prompt), document, self.request, "the vLLM server"
-        )
+        lists = parse_completion(answer, prompt)
+        return rows_from_lists(lists, document, self.request, "the vLLM server", prompt=prompt)
 
 
 def parse_completion(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:

@@ -1,4 +1,4 @@
-"""Prepared data for the tiny teacher, written by the real writer."""
+"""Prepared data for the tiny teacher, written by the real writer, and captures of it."""
 
 import numpy as np
 from tiny_teacher import VOCAB
@@ -33,3 +33,21 @@ def random_sequences(seed, count, *, length=33, vocab=VOCAB, documents=1):
         mask[bounds[1:] - 1] = False  # nothing of the same document follows
         made.append((tokens, mask, bounds))
     return made
+
+
+def command(data, teacher, output, *more):
+    return [
+        "capture",
+        *("--data", str(data)),
+        *("--teacher", str(teacher)),
+        *("--output", str(output)),
+        *("--topk", "8", "--shard-positions", "70", "--dtype", "float32"),
+        *more,
+    ]
+
+
+def shards_of(folder):
+    """Everything but the manifest, which also says where the data lay."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("shard-*"))
+    }

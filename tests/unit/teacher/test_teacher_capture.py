@@ -1,13 +1,12 @@
-import contextlib
 import json
 import os
-import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
-from model_servers import ModelServer
-from prepared import random_sequences, write_split
+import torch
+from prepared import command, random_sequences, shards_of, write_split
 from tiny_teacher import VOCAB, full_logprobs, write_teacher
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,37 +14,11 @@ from transformers import LlamaForCausalLM
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
-from megatron_kd.teacher import http_client
-from megatron_kd.teacher.engine import EngineError, EngineUnavailable
+from megatron_kd.data.dataset import DistillDataset
+from megatron_kd.teacher.engine import EngineError
 from megatron_kd.teacher.fingerprint import tokenizer_of
-from megatron_kd.teacher.job import CaptureJob, capture, resume
-from megatron_kd.teacher.transformers_engine import TransformersEngine
+from megatron_kd.teacher.job import CaptureJob, capture
 from megatron_kd.teacher.worker import Worker
-
-
-@pytest.fixture
-def data(tmp_path):
-    write_split(tmp_path / "data" / "train", random_sequences(0, 12))
-    write_split(tmp_path / "data" / "validation", random_sequences(1, 3))
-    return tmp_path / "data"
-
-
-def command(data, teacher, output, *more):
-    return [
-        "capture",
-        *("--data", str(data)),
-        *("--teacher", str(teacher)),
-        *("--output", str(output)),
-        *("--topk", "8", "--shard-positions", "70", "--dtype", "float32"),
-        *more,
-    ]
-
-
-def shards_of(folder):
-    """Everything but the manifest, which also says where the data lay."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("shard-*"))
-    }
 
 
 def test_rows_in_the_cache_are_the_teachers(data, teacher_dir, tmp_path, capsys):
@@ -198,6 +171,63 @@ def test_normalisers_and_hidden_states_reach_the_cache(data, teacher_dir, tmp_pa
     np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
 
 
+@pytest.mark.parametrize("kept", ["random", "top-p"])
+def test_draws_and_cut_lists_reach_the_training_items(kept, data, teacher_dir, tmp_path):
+    """One format for all three kinds of target, from the command to what the loss is given."""
+    more = {"random": ["--sampling", "random"], "top-p": ["--top-p", "0.5"]}[kept]
+    arguments = command(data, teacher_dir, tmp_path / "cache", "--codec", "fp16", *more)
+    assert main(arguments) == 0
+    reader = CacheReader(tmp_path / "cache" / "train")
+    assert reader.spec.sampling_method == ("random" if kept == "random" else "topk")
+    model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()
+    items = DistillDataset(reader, 40, len(reader))
+    used_slots = set()
+    for index in range(len(reader)):
+        item = items[index]
+        length = len(reader[index].tokens) - 1
+        logprobs = full_logprobs(model, reader[index].tokens)[:-1]
+        for row in range(length):
+            used = item["topk_ids"][row] >= 0
+            assert bool(used.any()) == bool(item["loss_mask"][row])
+            if not used.any():
+                continue
+            used_slots.add(int(used.sum()))
+            ids = item["topk_ids"][row][used].long()
+            given = item["topk_logprobs"][row][used].exp()
+            assert torch.isinf(item["topk_logprobs"][row][~used]).all()
+            true = logprobs[row][ids].exp()
+            if kept == "random":  # 8 draws: shares are eighths, and all of the mass
+                torch.testing.assert_close((given * 8).round() / 8, given, atol=1e-3, rtol=0)
+                assert float(given.sum()) == pytest.approx(1.0, abs=2e-3)
+            else:
+                torch.testing.assert_close(given, true, atol=2e-3, rtol=0)
+                if used.sum() < 8:
+                    assert float(true.sum()) >= 0.5 - 1e-3 > float(true[:-1].sum()) - 2e-3
+    assert len(used_slots) > 2
+
+
+def test_ranks_of_a_torchrun_share_the_shards_at_once(data, teacher_dir, tmp_path):
+    """Three processes in one directory at the same time, as torchrun starts them."""
+    assert main(command(data, teacher_dir, tmp_path / "one")) == 0
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_kd.cli"]
+            + command(data, teacher_dir, tmp_path / "many"),
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    done = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], done
+    assert sum("train: complete" in out for out, _ in done) >= 1
+    assert shards_of(tmp_path / "one") == shards_of(tmp_path / "many")
+    assert main(["verify", str(tmp_path / "many"), "--decode"]) == 0
+    assert not list((tmp_path / "many").rglob("*.tmp"))
+
+
 def test_padding_rows_of_a_wider_teacher_are_masked(tmp_path):
     model = write_teacher(tmp_path / "teacher", vocab=VOCAB + 5)
     data = write_split(tmp_path / "data" / "train", random_sequences(5, 3))
@@ -211,177 +241,6 @@ def test_padding_rows_of_a_wider_teacher_are_masked(tmp_path):
         wide = CaptureJob(data=str(data), teacher=str(tmp_path / "teacher"), vocab_size=VOCAB + 6)
         capture({"train": (wide, tmp_path / "wide")}, Worker())
     del model
-
-
-def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
-    assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
-    split = tmp_path / "cache" / "train"
-    before = shards_of(split)
-    shards = sorted(split.glob("shard-*.safetensors"))
-    kept = shards[0].stat().st_mtime_ns
-    damaged = bytearray(shards[2].read_bytes())
-    damaged[-7] ^= 4
-    shards[2].write_bytes(damaged)
-    resume(split, shards=[2])
-    assert shards_of(split) == before and shards[0].stat().st_mtime_ns == kept
-    shards[1].unlink()
-    resume(split)
-    assert shards_of(split) == before
-    with pytest.raises(ValueError):
-        resume(data / "train")
-
-
-@pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_complete_cache_that_lost_a_shard_gets_it_back(
-    damage, data, teacher_dir, tmp_path, capsys
-):
-    arguments = command(data, teacher_dir, tmp_path / "cache")
-    assert main(arguments) == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
-    shards = sorted((tmp_path / "cache" / "train").glob("shard-*.safetensors"))
-    kept = shards[0].stat().st_mtime_ns
-    if damage == "missing":
-        shards[1].unlink()
-    else:
-        os.truncate(shards[1], 100)
-    capsys.readouterr()
-    assert main(arguments) == 0
-    assert "shard 1" in capsys.readouterr().err
-    after = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
-    assert after == before and shards[0].stat().st_mtime_ns == kept
-
-
-def test_a_key_is_not_sent_to_servers_that_a_manifest_names(
-    data, teacher_dir, tmp_path, monkeypatch
-):
-    """Whoever hands over a cache could put an address of their own into it."""
-    model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()
-    with ModelServer(model) as server:
-        job = CaptureJob(
-            data=str(data / "train"),
-            teacher="tiny",
-            engine="sglang",
-            topk=8,
-            shard_positions=70,
-            options={"server": [server.address]},
-        )
-        capture({"train": (job, tmp_path / "cache")}, Worker())
-        asked = len(server.keys)
-        monkeypatch.setenv(http_client.API_KEY, "secret")
-        with pytest.raises(EngineError, match="megatron-kd capture command again"):
-            resume(tmp_path / "cache", shards=[0])
-        assert len(server.keys) == asked
-        (tmp_path / "cache" / "shard-000000.safetensors").unlink()
-        assert capture({"train": (job, tmp_path / "cache")}, Worker()) == {"train": True}
-
-
-def test_repair_runs_no_remote_code(data, teacher_dir, tmp_path):
-    assert main(command(data, teacher_dir, tmp_path / "cache", "--trust-remote-code")) == 0
-    with pytest.raises(EngineError, match="--trust-remote-code"):
-        resume(tmp_path / "cache" / "train", shards=[0])
-
-
-def test_verify_repairs_a_broken_shard_by_capturing_it_again(data, teacher_dir, tmp_path, capsys):
-    assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
-    before = shards_of(tmp_path / "cache")
-    shard = tmp_path / "cache" / "train" / "shard-000001.safetensors"
-    damaged = bytearray(shard.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    shard.write_bytes(damaged)
-    assert main(["verify", str(tmp_path / "cache")]) == 1
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "cache"), "--repair"]) == 0
-    assert "captured again" in capsys.readouterr().out
-    assert shards_of(tmp_path / "cache") == before
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_stops_cleanly_and_the_rerun_goes_on(
-    name, data, teacher_dir, tmp_path, monkeypatch, capsys
-):
-    assert main(command(data, teacher_dir, tmp_path / "whole")) == 0
-    number, calls = getattr(signal, name), []
-    handler = signal.getsignal(number)
-    plain = TransformersEngine._run
-
-    def interrupted(engine, documents):
-        calls.append(0)
-        if len(calls) == 3:
-            os.kill(os.getpid(), number)
-        return plain(engine, documents)
-
-    monkeypatch.setattr(TransformersEngine, "_run", interrupted)
-    arguments = command(data, teacher_dir, tmp_path / "cache")
-    assert main(arguments) == 128 + number
-    assert f"stopped by {name}" in capsys.readouterr().err
-    assert signal.getsignal(number) is handler
-    finished = shards_of(tmp_path / "cache")
-    assert 0 < len(finished) < len(shards_of(tmp_path / "whole"))
-    assert main(arguments) == 0
-    assert shards_of(tmp_path / "cache") == shards_of(tmp_path / "whole")
-
-
-@contextlib.contextmanager
-def small_disk(folder, size_kib):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small tmpfs needs root and CAP_SYS_ADMIN")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_full_disk_keeps_finished_shards_and_resumes(teacher_dir, tmp_path, capsys):
-    write_split(tmp_path / "data" / "train", random_sequences(6, 60, length=65))
-    data = tmp_path / "data"
-    assert main(command(data, teacher_dir, tmp_path / "whole", "--shard-positions", "400")) == 0
-    whole = shards_of(tmp_path / "whole")
-    disk = tmp_path / "disk"
-    with small_disk(disk, 64):
-        arguments = command(data, teacher_dir, disk / "cache", "--shard-positions", "400")
-        assert main(arguments) == 1
-        words = capsys.readouterr().err
-        assert "No space left" in words and "run the same command again" in words
-        finished = sorted((disk / "cache" / "train").glob("shard-*.safetensors"))
-        assert finished
-        for path in finished:
-            assert path.read_bytes() == whole[f"train/{path.name}"]
-        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
-        assert main(arguments) == 0
-        assert shards_of(disk / "cache") == whole
-
-
-@pytest.mark.parametrize("engine", ["vllm-server", "sglang"])
-def test_a_dead_server_keeps_finished_shards_and_resumes(
-    engine, data, teacher_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(http_client, "_FIRST_WAIT_S", 0.01)
-    model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()
-    common = dict(
-        data=str(data / "train"), teacher="tiny", engine=engine, topk=8, shard_positions=70
-    )
-    with ModelServer(model, faults=[None] * 7 + ["drop"] * 100) as server:
-        options = {"server": [server.address], "retries": 1, "concurrency": 2}
-        with pytest.raises(EngineUnavailable):
-            capture(
-                {"train": (CaptureJob(options=options, **common), tmp_path / "cache")}, Worker()
-            )
-    assert list((tmp_path / "cache").glob("shard-*"))
-    with ModelServer(model) as server:
-        options = {"server": [server.address]}
-        capture({"train": (CaptureJob(options=options, **common), tmp_path / "cache")}, Worker())
-    direct = CaptureJob(
-        data=str(data / "train"), teacher=str(teacher_dir), topk=8, shard_positions=70
-    )
-    capture({"train": (direct, tmp_path / "direct")}, Worker())
-    got, want = CacheReader(tmp_path / "cache"), CacheReader(tmp_path / "direct")
-    for index in range(len(want)):
-        mask = want[index].loss_mask
-        np.testing.assert_array_equal(got[index].topk_ids, want[index].topk_ids)
-        difference = np.abs(got[index].topk_logprobs[mask] - want[index].topk_logprobs[mask])
-        assert difference.max() <= 0.01
 
 
 def test_options_of_another_engine_are_refused(data, teacher_dir, tmp_path, capsys):

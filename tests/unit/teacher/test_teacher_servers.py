@@ -1,3 +1,4 @@
+import base64
 import time
 
 import numpy as np
@@ -172,6 +173,10 @@ VLLM_FAULTS = {
     "renormalised": spoil(
         (*CHOICE, "prompt_logprobs", 3), lambda p: {k: {"logprob": -0.5} for k in p}
     ),
+    "NaN": spoil(
+        (*CHOICE, "prompt_logprobs", 3), lambda p: {k: {"logprob": float("nan")} for k in p}
+    ),
+    "shifted by one": spoil((*CHOICE, "prompt_logprobs"), lambda ps: [None, *ps[2:], ps[1]]),
     "another prompt": spoil((*CHOICE, "prompt_token_ids"), lambda ids: ids[::-1]),
 }
 META = ("meta_info",)
@@ -183,6 +188,10 @@ SGLANG_FAULTS = {
     "bad base64": spoil((*META, "input_top_logprobs_val_flat_b64"), lambda _: "@@@"),
     "short array": spoil((*META, "input_top_logprobs_idx_flat_b64"), lambda text: text[:-8]),
     "bad shape": spoil((*META, "input_top_logprobs_shape"), lambda _: "x"),
+    "NaN": spoil(
+        (*META, "input_top_logprobs_val_flat_b64"),
+        lambda text: base64.b64encode(b"\x00\x00\xc0\x7f" * (len(text) * 3 // 16)).decode(),
+    ),
     "cached prefix": spoil((*META, "input_top_logprobs_null_prefix"), lambda _: 0),
 }
 
