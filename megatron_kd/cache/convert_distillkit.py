@@ -9,7 +9,11 @@ signed integers with an offset. With `delta_encoding` the values are differences
 
 Letters: n tokens, k candidates.
 
-Source: arcee-ai/DistillKit, distillkit/compression and sample_common.py.
+DistillKit appends a padding token to texts shorter than its limit, so that the last row of such a
+text has that token as its label.
+
+Source: arcee-ai/DistillKit, distillkit/compression and sample_common.py, as at commit a61c2e7, whose
+    `LogprobCompressor` and `StreamingParquetWriter` wrote files that came over with every id.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,9 @@ files hold no tokens.
 
 Letters: s sequence length, K candidates.
 
-Source: NVIDIA/Megatron-LM, megatron/training/distillation.
+Source: NVIDIA/Megatron-LM, megatron/training/distillation: version 1 as at commit d98e8a6 (August
+    2026), whose `LogitsSaverHooks` wrote files that came over with every id (top-K, top-p, context
+    parallel); version 2 as `utils.py` of commit 10cc4f5 reads it.
 """
 
 import contextlib

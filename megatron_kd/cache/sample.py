@@ -207,7 +207,10 @@ def _check_hidden(spec: CacheSpec, where: str, hidden, take) -> np.ndarray | Non
         return None
     rows = take(as_array(hidden, "hidden", where, "f"), "hidden", (spec.hidden_size,))
     if not np.isfinite(rows).all():
-        raise CacheError(f"{where}: hidden states have values that are not finite")
+        raise CacheError(
+            f"{where}: hidden states have values that are not finite (beyond "
+            "float16? then use hidden_dtype bfloat16)"
+        )
     if spec.hidden_dtype == "bfloat16":
         return to_bfloat16(rows)
     if spec.hidden_dtype == "float16" and rows.size and np.abs(rows).max() > LARGEST_HALF:

