@@ -7,11 +7,14 @@ import argparse
 import sys
 
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_kd.config import from_recipe
 from megatron_kd.typed_mapping import ConfigError
 
 
+# A rank that fails leaves its traceback to torchrun, whose summary then names the first failure.
+@record
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")

@@ -22,6 +22,7 @@ from megatron_kd.integration import (
     loss_seam,
     modelopt,
     sample_guard,
+    stop_signals,
 )
 from megatron_kd.integration.first_evaluation import FirstEvaluation
 from megatron_kd.integration.forward_step import OfflineStep
@@ -60,7 +61,7 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
         save_resolved(config, container)
         compatibility.record_identity(config, container)
     metrics = RunMetrics(config.output_dir, container.model.seq_length, progress=config.progress)
-    callbacks = [metrics]
+    callbacks = [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))
     if config.mode == "online":

@@ -120,7 +120,12 @@ def _defaults(config: DistillConfig, provider) -> ConfigContainer:
     return ConfigContainer(
         model=provider,
         train=TrainingConfig(
-            micro_batch_size=1, global_batch_size=1, train_iters=0, eval_interval=None, eval_iters=0
+            micro_batch_size=1,
+            global_batch_size=1,
+            train_iters=0,
+            eval_interval=None,
+            eval_iters=0,
+            exit_signal_handler_for_dataloader=True,
         ),
         optimizer=OptimizerConfig(
             optimizer="adam",

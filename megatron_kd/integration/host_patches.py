@@ -7,7 +7,10 @@ The host offers no hook for these. What only a CPU needs is in `cpu_backend`.
 import importlib.util
 import logging
 
+import megatron.bridge.data.loaders as bridge_loaders
 import megatron.bridge.training.initialize as bridge_initialize
+
+from megatron_kd.integration.stop_signals import LoaderWorkerSignals
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,7 @@ COMPILED_HELPERS = "megatron.core.datasets.helpers_cpp"
 def apply() -> None:
     """Apply every patch; calling it again does nothing."""
     _skip_needless_compilation()
+    _let_loader_workers_end()
 
 
 def _skip_needless_compilation() -> None:
@@ -34,3 +38,11 @@ def _skip_needless_compilation() -> None:
 
 def _helpers_are_compiled() -> None:
     logger.debug("%s is already compiled", COMPILED_HELPERS)
+
+
+def _let_loader_workers_end() -> None:
+    """megatron-bridge 0.3 – 0.6: with `exit_signal_handler_for_dataloader` a worker can never be
+    ended by the signal, and a failing rank waits for its workers for ever.
+    """
+    if hasattr(bridge_loaders, "DistributedSignalHandler"):
+        bridge_loaders.DistributedSignalHandler = LoaderWorkerSignals

@@ -1,0 +1,31 @@
+"""scripts/distill.py with a fault: rank 1 fails at the start of its third step."""
+
+import os
+import runpy
+import sys
+
+from launch import DISTILL
+
+from megatron_kd.integration import cpu_backend
+
+FAULT = "rank 1 was told to fail"
+
+
+def main():
+    cpu_backend.activate()
+    from megatron_kd.integration.run_metrics import RunMetrics
+
+    start_step = RunMetrics.on_train_step_start
+
+    def fail_in_rank_1(self, context):
+        if os.environ["RANK"] == "1" and context.state.train_state.step == 2:
+            raise RuntimeError(FAULT)
+        start_step(self, context)
+
+    RunMetrics.on_train_step_start = fail_in_rank_1
+    sys.argv[0] = str(DISTILL)
+    runpy.run_path(str(DISTILL), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Signals and faults: a run that is asked to stop saves and exits 0; a rank that fails takes the
+job down with its own traceback; a loss that is not finite names its samples.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from failing_rank import FAULT
+from launch import DISTILL, REPOSITORY, Curves, environment, run, torchrun
+from transformers import LlamaForCausalLM
+
+from megatron_kd.cache import CacheReader
+from megatron_kd.integration.sample_guard import FILE_NAME
+
+START_S = 300
+FAILING = Path(__file__).with_name("failing_rank.py")
+
+
+def start(world, output, *overrides, script=DISTILL, ranks=2) -> subprocess.Popen:
+    """A run of many iterations that saves only when it is asked to stop."""
+    return subprocess.Popen(
+        torchrun(
+            ranks,
+            script,
+            "--config",
+            world,
+            f"output_dir={output}",
+            f"bridge.checkpoint.save={output}/checkpoints",
+            f"bridge.checkpoint.load={output}/checkpoints",
+            "bridge.checkpoint.save_interval=100000",
+            "bridge.train.train_iters=100000",
+            "bridge.train.eval_iters=0",
+            "bridge.optimizer.optimizer=adam",  # the host cannot load a checkpoint of SGD
+            "bridge.optimizer.lr=1e-4",
+            "bridge.optimizer.min_lr=1e-4",
+            *overrides,
+        ),
+        env=environment() | {"PYTHONPATH": str(FAILING.parent)},
+        cwd=REPOSITORY,
+        stdout=open(f"{output}.log", "w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_for_iteration(process, output, iteration) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"it ended by itself:\n{log(output)[-4000:]}")
+        metrics = output / "metrics.jsonl"
+        if metrics.exists() and len(metrics.read_text().splitlines()) > iteration:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"it did not get so far:\n{log(output)[-4000:]}")
+
+
+def log(output) -> str:
+    return Path(f"{output}.log").read_text()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+
+
+def saved_iteration(output) -> int:
+    return int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
+def test_a_signal_to_every_process_saves_and_exits_0(world, tmp_path):
+    """What a scheduler does: it signals loader workers too. The launcher is spared: it ignores the
+    signal that a scheduler's job script tells it to ignore.
+    """
+    output = tmp_path / "run"
+    process = start(world, output, "data.num_workers=1")
+    wait_for_iteration(process, output, 3)
+    for rank in ranks_of(process):
+        for victim in [*rank.children(recursive=True), rank]:
+            victim.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0, log(output)[-4000:]
+    assert saved_iteration(output) == len(Curves(output).train()) >= 3
+
+
+def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
+    output = tmp_path / "run"
+    process = start(world, output, script=FAILING)
+    wait_for_iteration(process, output, 1)
+    started = time.monotonic()
+    assert process.wait(60) != 0
+    assert time.monotonic() - started < 60
+    text = log(output)
+    first = text.index("Traceback (most recent call last)")
+    others = [text.find(words) for words in ("Connection closed by peer", "timed out", "Timeout")]
+    assert FAULT in text[first : first + 8000]
+    assert all(position < 0 or position > text.index(FAULT) for position in others)
+    summary = text[text.index("Root Cause (first observed failure)") :]
+    assert "(local_rank: 1)" in summary and FAULT in summary
+
+
+def test_a_loss_that_is_not_finite_names_its_samples(world, tmp_path):
+    """One token's embedding is NaN: just the samples that hold it are at fault."""
+    cache = CacheReader(world.parent / "cache" / "train")
+    token = int(cache[0].tokens[1])
+    guilty = {i for i in range(len(cache)) if token in cache[i].tokens[:-1]}
+    assert len(guilty) < len(cache)
+    student = LlamaForCausalLM.from_pretrained(world.parent / "student")
+    with torch.no_grad():
+        student.model.embed_tokens.weight[token] = float("nan")
+    student.save_pretrained(tmp_path / "student")
+    output = tmp_path / "run"
+    overrides = [f"student.hf_path={tmp_path}/student", "bridge.checkpoint.save=null"]
+    process = start(world, output, *overrides, ranks=1)
+    assert process.wait(START_S) != 0
+    (record,) = map(json.loads, (output / FILE_NAME).read_text().splitlines())
+    assert record["loss"] == "nan" and record["samples"]
+    assert set(record["samples"]) <= guilty
+    assert f"its samples are {record['samples']}" in log(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_one_rank_may_speak_for_all(world, tmp_path, name):
+    output = tmp_path / "run"
+    process = start(world, output)
+    wait_for_iteration(process, output, 3)
+    ranks_of(process)[1].send_signal(getattr(signal, name))
+    assert process.wait(120) == 0, log(output)[-4000:]
+    before = Curves(output).train()
+    assert saved_iteration(output) == len(before)
+    run([*process.args, f"bridge.train.train_iters={len(before) + 2}"])
+    assert Curves(output).train()[:-2] == before
+
+
+@pytest.mark.slow
+def test_the_launcher_passes_the_signal_on(world, tmp_path):
+    """torchrun's own status after SIGTERM is 1; its ranks have saved."""
+    output = tmp_path / "run"
+    process = start(world, output)
+    wait_for_iteration(process, output, 3)
+    ranks = [psutil.Process(rank.pid) for rank in ranks_of(process)]
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(120) == 1
+    assert not any(rank.is_running() for rank in ranks)
+    assert saved_iteration(output) == len(Curves(output).train())
