@@ -12,7 +12,7 @@ Letters: n tokens, k candidates.
 DistillKit appends a padding token to texts shorter than its limit, so that the last row of such a
 text has that token as its label.
 
-Source: arcee-ai/DistillKit, distillkit/compression and sample_common.py, as at commit a61c2e7, whose
+Source: arcee-ai/DistillKit, distillkit/compression and sample_common.py at commit a61c2e7, whose
     `LogprobCompressor` and `StreamingParquetWriter` wrote files that came over with every id.
 """
 

@@ -128,10 +128,18 @@ class MappedShard:
     def loss_mask(self, local: int) -> np.ndarray:
         bounds = self._offsets["token_offsets"]
         bits = np.unpackbits(self._part("loss_mask", "mask_offsets", local), bitorder="little")
-        return bits[: bounds[local + 1] - bounds[local]].view(bool)
+        mask = bits[: bounds[local + 1] - bounds[local]].view(bool)
+        if mask.size and mask[-1]:
+            raise self._damaged(local, "its last position is supervised")
+        return mask
 
     def cu_seqlens(self, local: int) -> np.ndarray:
-        return self._part("cu_seqlens", "document_offsets", local).astype(np.int32)
+        bounds = self._part("cu_seqlens", "document_offsets", local).astype(np.int32)
+        first, end = self._offsets["token_offsets"][local : local + 2]
+        ends_ok = bounds.size >= 2 and bounds[0] == 0 and bounds[-1] == end - first
+        if not ends_ok or (np.diff(bounds) < 1).any():  # an attention kernel would read beyond
+            raise self._damaged(local, "its document bounds do not rise from 0 to its end")
+        return bounds
 
     def _row_part(self, tensor: str, local: int) -> np.ndarray:
         return self._part(tensor, "row_offsets", local)
@@ -146,7 +154,7 @@ class MappedShard:
         try:
             if self.spec.codec == "fp16":
                 return self._plain_rows(local, counts)
-            mass = codec.decode_mass(self._row_part("mass", local))
+            mass = self._checked_mass(codec.decode_mass(self._row_part("mass", local)))
             ids, logprobs = codec.decode(
                 self._part("stream", "stream_offsets", local),
                 int(self._tensors["high_bytes"][local]),
@@ -163,6 +171,12 @@ class MappedShard:
         except (ValueError, IndexError) as error:
             raise self._damaged(local, str(error)) from error
 
+    @staticmethod
+    def _checked_mass(mass: np.ndarray) -> np.ndarray:
+        if mass.size and not (mass.min() >= 0 and mass.max() <= 1):  # NaN is neither
+            raise ValueError("a mass is not between 0 and 1")
+        return mass
+
     def _damaged(self, local: int, why: str) -> CacheError:
         return CacheError(
             f"{self.path}: sample {self.entry.first_sample + local} cannot be decoded ({why}); "
@@ -170,7 +184,7 @@ class MappedShard:
         )
 
     def _plain_rows(self, local: int, counts: np.ndarray | None):
-        mass = self._row_part("mass", local).astype(np.float32)
+        mass = self._checked_mass(self._row_part("mass", local).astype(np.float32))
         low = self._part("ids", "entry_offsets", local)
         rows, topk = mass.size, self.spec.topk
         if low.size != (rows * topk if counts is None else int(counts.sum())):
@@ -183,9 +197,13 @@ class MappedShard:
             np.right_shift(pairs, 4, out=high[:, 1], casting="unsafe")
             high <<= 16
             ids |= high.reshape(-1)[: ids.size]
-        logprobs = np.take(
-            HALF_TO_FLOAT, self._part("logprobs", "entry_offsets", local).view("<u2")
-        )
+        halves = self._part("logprobs", "entry_offsets", local).view("<u2")
+        # Zero, or negative and finite: 0 and 0x8000 to 0xFBFF. Less one, that is 0x7FFF and above.
+        if halves.size and (
+            int(halves.max()) > 0xFBFF or int((halves - np.uint16(1)).min()) < 0x7FFF
+        ):
+            raise ValueError("a log-probability is positive or no number")
+        logprobs = np.take(HALF_TO_FLOAT, halves)
         if ids.size and int(ids.max()) >= self.spec.vocab_size:
             raise self._damaged(local, "an id is out of range")
         if counts is None:
@@ -197,10 +215,13 @@ class MappedShard:
         return full_ids, full_logprobs, mass
 
     def log_z(self, local: int) -> dict[float, np.ndarray]:
-        return {
+        columns = {
             tau: self._row_part(f"log_z.{index}", local).astype(np.float32)
             for index, tau in enumerate(self.spec.temperatures)
         }
+        if not all(np.isfinite(column).all() for column in columns.values()):
+            raise self._damaged(local, "a normaliser is no finite number")
+        return columns
 
     def hidden(self, local: int) -> np.ndarray | None:
         if not self.spec.hidden_size:

@@ -89,20 +89,31 @@ def plan_shards(
 
 
 def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
-    """Shards that are whole on disk, by entry files or manifest and size; contents are not read."""
+    """Shards that are whole on disk, by entry files or manifest and size; contents are not read.
+
+    A shard whose entry file cannot be read, or is another's, does not count: it is made again.
+    """
     folder = Path(path)
     if (folder / MANIFEST_NAME).exists():
         manifest = folder / MANIFEST_NAME
         found = parse_manifest(read_text(manifest), str(manifest))[2]
     else:
         files = sorted((folder / ENTRY_FOLDER).glob("shard-*.json"))
-        found = [ShardEntry.from_dict(read_json(file), str(file)) for file in files]
+        found = [entry for entry in map(_read_entry, files) if entry is not None]
     entries = {}
     for entry in found:
         shard = folder / entry.file
         if shard.exists() and shard.stat().st_size == entry.bytes:
             entries[entry.shard] = entry
     return entries
+
+
+def _read_entry(file: Path) -> ShardEntry | None:
+    try:
+        entry = ShardEntry.from_dict(read_json(file), str(file))
+    except CacheError:
+        return None
+    return entry if Path(entry.file).stem == file.stem else None
 
 
 class ShardWriter:

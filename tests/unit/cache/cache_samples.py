@@ -1,5 +1,8 @@
 """Samples with teacher rows whose values look like a language model's, and caches made of them."""
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 
 from megatron_kd.cache import CacheWriter
@@ -87,3 +90,11 @@ def assert_rows(got, sample, tolerance_nats):
 def put_id_sums(reader, queue):
     """What child processes run; here, so that a spawned one need not import a test module."""
     queue.put([int(reader[index].topk_ids.sum()) for index in range(len(reader))])
+
+
+def directory_bytes(path):
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(Path(path).rglob("*"))
+        if file.is_file()
+    }

@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from cache_samples import make_samples, write_cache
+from cache_samples import make_sample, make_samples, write_cache
 
-from megatron_kd.cache import CacheError, CacheReader, CacheSpec, ShardWriter
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
 from megatron_kd.cache.format import canonical_json, file_checksum, seal, sha256_json
 from megatron_kd.cache.sample import Sample
+from megatron_kd.cache.shard import DTYPES
 from megatron_kd.cache.writer import open_directory, publish_manifest
 
 
@@ -227,8 +228,7 @@ def test_shard_headers(path, change, message):
 def edit_tensor(name, edit):
     def change(header, data):
         begin, end = header[name]["data_offsets"]
-        dtype = {"U64": "<u8", "U8": "u1", "U16": "<u2", "U32": "<u4"}[header[name]["dtype"]]
-        values = np.frombuffer(data[begin:end], dtype).copy()
+        values = np.frombuffer(data[begin:end], DTYPES[header[name]["dtype"]]).copy()
         edit(values)
         return data[:begin] + values.tobytes() + data[end:]
 
@@ -270,6 +270,43 @@ def test_rows_that_cannot_be(path, name, where, value):
 
 
 @pytest.mark.parametrize("codec", ["compact", "fp16"])
+@pytest.mark.parametrize(
+    "name, where, value",
+    [
+        ("mass", 0, np.nan),
+        ("mass", 1, np.inf),
+        ("mass", 2, -3.0),
+        ("cu_seqlens", 0, 1),
+        ("cu_seqlens", 1, 1 << 30),
+        ("cu_seqlens", 1, -1),
+        ("log_z.0", 3, np.nan),
+        ("loss_mask", slice(None), 255),
+    ],
+)
+def test_what_would_poison_a_training_step(tmp_path, codec, name, where, value):
+    """Checksums and all are right: only a writer at fault, or at war, makes such files."""
+    description = dict(codec=codec, temperatures=(2.0,))
+    rng = np.random.default_rng(0)
+    path = tmp_path / "c"
+    settings = dict(vocab_size=1000, topk=8, teacher="t", tokenizer="t")
+    with CacheWriter(path, **settings, **description) as writer:
+        for _ in range(3):
+            sample = make_sample(rng, 24, 1000, 8)
+            writer.append(*sample, log_z={2.0: rng.normal(size=24)})
+    forge_shard(path, edit_tensor(name, assign(where, value)))
+    with pytest.raises(CacheError, match="sample 0"):
+        CacheReader(path)[0]
+
+
+@pytest.mark.parametrize("half", [0x0001, 0x3C00, 0x7C00, 0x7E00, 0xFC00, 0xFE00])
+def test_halves_that_are_no_log_probabilities(tmp_path, half):
+    path = write_cache(tmp_path / "c", make_samples(count=2), codec="fp16")
+    forge_shard(path, edit_tensor("logprobs", assign(5, np.uint16(half).view(np.float16))))
+    with pytest.raises(CacheError, match="positive or no number"):
+        CacheReader(path)[0]
+
+
+@pytest.mark.parametrize("codec", ["compact", "fp16"])
 @pytest.mark.parametrize("count", [0, 9, 0xFFFFFFFF])
 def test_counts_beyond_k(tmp_path, codec, count):
     samples = make_samples(count=2)
@@ -299,7 +336,7 @@ def test_a_link_is_not_followed_by_name(path, tmp_path):
 
 SMALL_MEMORY = """
 import resource, sys
-from megatron_kd.cache import CacheError, CacheReader, CacheSpec, ShardWriter
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     CacheReader(sys.argv[1], check_checksums=False)[0]

@@ -1,20 +1,14 @@
 """The writer refuses what is no truncated distribution, and dies without leaving half a cache."""
 
 import errno
-import hashlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cache_samples import assert_rows, make_sample, make_samples, write_cache
+from cache_samples import assert_rows, directory_bytes, make_sample, make_samples, write_cache
 
 from megatron_kd.cache import (
     CacheError,
@@ -240,14 +234,6 @@ def test_random_sampling_targets(tmp_path):
     assert reader.manifest["sampling"]["method"] == "random"
 
 
-def directory_bytes(path):
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(Path(path).rglob("*"))
-        if file.is_file()
-    }
-
-
 def test_same_bytes_however_the_work_is_split(tmp_path):
     samples = make_samples(count=23)
     whole = write_cache(tmp_path / "whole", samples)
@@ -355,45 +341,28 @@ def test_only_whole_shards_count_as_finished(tmp_path):
     assert sorted(finished_shards(path)) == [n for n in range(count) if n not in (1, 2)]
 
 
+@pytest.mark.parametrize("damage", [b"", b"\x00" * 90, b"[]", "another's"])
+def test_a_shard_with_a_broken_entry_is_made_again(tmp_path, damage):
+    path = write_cache(tmp_path / "c", make_samples(count=12))
+    whole = directory_bytes(path)
+    reopen(path)
+    entry = path / "finished" / "shard-000001.json"
+    if damage == "another's":
+        damage = entry.with_name("shard-000002.json").read_bytes()
+    entry.write_bytes(damage)
+    assert 1 not in finished_shards(path)
+    spec = CacheSpec.from_dict(json.loads((path / "spec.json").read_text()))
+    first = finished_shards(path)[0].samples
+    writer = ShardWriter(path, spec, 1, first)
+    for sample in make_samples(count=12)[first : finished_shards(path)[2].first_sample]:
+        writer.append(*sample)
+    writer.publish()
+    publish_manifest(path, samples=12)
+    assert directory_bytes(path) == whole
+
+
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(CacheError, match="other files"):
         CacheWriter(tmp_path, **SETTINGS)
     assert os.listdir(tmp_path) == ["thesis.txt"]
-
-
-KILLED_WRITER = """
-import sys
-sys.path.insert(0, {here!r})
-from cache_samples import make_samples
-from megatron_kd.cache import CacheWriter
-samples = make_samples(count=200, tokens=(20, 60))
-print("ready", flush=True)
-with CacheWriter({path!r}, vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer",
-                 shard_positions=60, resume=True) as writer:
-    for sample in samples[writer.next_sample:]:
-        writer.append(*sample)
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(tmp_path):
-    """SIGKILL again and again: the same bytes in the end."""
-    whole = directory_bytes(
-        write_cache(tmp_path / "whole", make_samples(count=200, tokens=(20, 60)))
-    )
-    path, moments = tmp_path / "c", random.Random(0)
-    script = KILLED_WRITER.format(here=os.path.dirname(__file__), path=str(path))
-    kills = 0
-    while not (path / "manifest.json").exists():
-        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-        child.stdout.readline()
-        time.sleep(moments.uniform(0, 0.15))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        kills += 1
-        assert kills < 100
-    assert kills > 3
-    publish_manifest(path, samples=200)  # also sweeps what killed writers left
-    assert directory_bytes(path) == whole
