@@ -9,7 +9,7 @@ from gloo import run_ranks
 
 from megatron_kd.teacher.engine import EngineError, RowRequest
 from megatron_kd.teacher.selection import draws_of, select
-from megatron_kd.teacher.sharded_selection import _gathered, select_sharded
+from megatron_kd.teacher.sharded_selection import select_sharded
 
 ROWS = 37
 CASES = {
@@ -76,14 +76,3 @@ def nan_on_one_shard(rank):
 
 def test_nan_on_one_shard_is_refused_by_all():
     assert run_ranks(2, nan_on_one_shard) == ["refused", "refused"]
-
-
-def gathered_of_columns(rank):
-    columns = (torch.arange(12.0).view(3, 4) + 100 * rank).t()  # dense, but not in rows
-    return _gathered(columns, dist.group.WORLD)
-
-
-def test_gathering_does_not_read_raw_storage():
-    want = torch.cat([(torch.arange(12.0).view(3, 4) + 100 * rank).t() for rank in range(2)], -1)
-    for got in run_ranks(2, gathered_of_columns):
-        assert torch.equal(got, want)
