@@ -99,6 +99,13 @@ class CacheSpec:
             )
         if not 1 <= self.topk <= self.vocab_size:
             raise CacheError(f"topk must lie between 1 and {self.vocab_size}, got {self.topk}")
+        for name in ("teacher", "tokenizer"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, Mapping)) or not value:
+                raise CacheError(
+                    f"{name} must be a fingerprint, a string or a mapping, got {value!r}; without "
+                    "it nothing says whose distributions these are"
+                )
         if self.codec not in CODECS:
             raise CacheError(f"codec must be one of {', '.join(CODECS)}, got {self.codec!r}")
         if self.sampling_method not in SAMPLINGS:

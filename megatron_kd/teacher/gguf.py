@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub.repocard import metadata_save
 
 from megatron_kd.data.publish import published_directory
 
@@ -104,6 +105,8 @@ def import_gguf(
             setattr(model.generation_config, name, getattr(words, name))
         model.save_pretrained(folder)
         words.save_pretrained(folder)
+        if "general.license" in fields:  # where captures look for the teacher's licence
+            metadata_save(folder / "README.md", {"license": fields["general.license"]})
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
     return output
 

@@ -46,6 +46,16 @@ def test_rows_in_the_cache_are_the_teachers(data, teacher_dir, tmp_path, capsys)
     assert "validation: complete" in words.out
 
 
+def test_the_licence_is_what_the_model_card_says_or_is_given(data, tmp_path):
+    write_teacher(tmp_path / "teacher")
+    (tmp_path / "teacher" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
+    for name, more, want in (("card", [], "apache-2.0"), ("given", ["--licence", "mit"], "mit")):
+        output = tmp_path / name
+        more = [*more, "--split", "validation"]
+        assert main(command(data, tmp_path / "teacher", output, *more)) == 0
+        assert CacheReader(output / "validation").manifest["licence"] == want
+
+
 @pytest.mark.parametrize("workers", [2, 5])
 def test_workers_share_the_shards_and_make_the_same_bytes(
     workers, data, teacher_dir, tmp_path, capsys
