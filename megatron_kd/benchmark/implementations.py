@@ -44,7 +44,11 @@ class Implementation:
 
 
 def bare_products(inputs: Inputs) -> None:
-    """logits = H W^T, dH = dz W and dW = dz^T H per chunk, with nothing in between."""
+    """logits = H W^T, dH = dz W and dW = sum of dz^T H over chunks, with nothing in between.
+
+    The least that yields both gradients: every buffer is taken once, not per chunk, and dW is summed
+    inside the product.
+    """
     hidden, weight = inputs.hidden.detach().squeeze(1), inputs.weight.detach()
     logits = hidden.new_empty(min(inputs.chunk_tokens, len(hidden)), len(weight))
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -53,7 +57,7 @@ def bare_products(inputs: Inputs) -> None:
         z = logits[: len(h)]
         torch.mm(h, weight.T, out=z)
         torch.mm(z, weight, out=d_hidden[i : i + inputs.chunk_tokens])
-        torch.mm(z.T, h, out=d_weight)
+        d_weight.addmm_(z.T, h, beta=float(i > 0))
 
 
 class _SumGradient(torch.autograd.Function):

@@ -9,8 +9,11 @@ Letters: B micro-batch, Vp this rank's vocabulary.
 """
 
 import logging
+from typing import Literal, TypeAlias
 
 import torch
+
+ChunkSize: TypeAlias = int | Literal["auto"]
 
 logger = logging.getLogger(__name__)
 _said: set[tuple] = set()
@@ -25,7 +28,16 @@ DEVICE_SHARE = 1 / 64
 LEAST_ROWS, MOST_ROWS = 128, 16384
 
 
-def chunk_rows(chunk_size, *, rows, batch, width, dtype, device, budget_bytes=None) -> int:
+def chunk_rows(
+    chunk_size: ChunkSize,
+    *,
+    rows: int,
+    batch: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget_bytes: int | None = None,
+) -> int:
     """Rows of the flattened [S * B] positions per chunk.
 
     Args:

@@ -6,30 +6,36 @@ Letters: n rows, Vp this rank's vocabulary, T temperatures.
 import functools
 import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from megatron_kd.losses import eager_kernels
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
 from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+from megatron_kd.losses.target import Divergence, Objective
 
 logger = logging.getLogger(__name__)
 
+# The compiler would form every exponential twice, for the sum and for what is stored.
+exponentials_ = eager_kernels.exponentials_
 
-def _compiler_errors():
+
+def _compiler_errors() -> tuple[Any, ...]:
     """Imported only when something is raised: the compiler takes seconds to import."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, getattr(exc, "FailOnRecompileLimitHit", ())
 
 
-def _or_eager(function):
+def _or_eager(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The eager twin where the compiler gives up (too many variants, no tool chain), said once."""
     twin = getattr(eager_kernels, function.__name__)
     given_up = []
 
     @functools.wraps(function)
-    def call(*args):
+    def call(*args: Any) -> Any:
         if given_up:
             return twin(*args)
         try:
@@ -44,7 +50,9 @@ def _or_eager(function):
 
 
 @_or_eager
-def max_and_sums(z, inverse_taus):
+def max_and_sums(
+    z: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     sums = []
     for inverse_tau in inverse_taus:
         m, total = _compiled().read(z, _scalar(inverse_tau, z))
@@ -53,7 +61,9 @@ def max_and_sums(z, inverse_taus):
 
 
 @_or_eager
-def to_gradient_(z, m, scales, inverse_taus):
+def to_gradient_(
+    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> torch.Tensor:
     factors = [_scalar(x, z) for x in inverse_taus]
     if len(factors) == 1:
         _compiled().write_one(z, m, scales[0], factors[0])
@@ -63,13 +73,29 @@ def to_gradient_(z, m, scales, inverse_taus):
 
 
 @_or_eager
-def full_sums(z, y, student, teacher, inverse_tau, options):
+def full_sums(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, torch.Tensor],
+    teacher: tuple[torch.Tensor, ...],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     factor = _scalar(inverse_tau, z)
     return _compiled().full_read(z, y, *student, *teacher, factor, options.objective, options.beta)
 
 
 @_or_eager
-def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+def full_gradient_(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, ...],
+    teacher: tuple[torch.Tensor, ...],
+    sums: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     kd, ce = weights
     rest = (sums[0], sums[1], kd, _scalar(inverse_tau, z), options.objective, options.beta)
     if ce is None:
@@ -103,7 +129,7 @@ def available() -> bool:
 
 
 class _Compiled:
-    def __init__(self):
+    def __init__(self) -> None:
         # One graph for every number of rows and every vocabulary.
         self.read = torch.compile(_read, dynamic=True, fullgraph=True)
         self.write_one = torch.compile(_write_one, dynamic=True, fullgraph=True)
@@ -123,47 +149,74 @@ def _factor(value: float, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _scalar(value, z):
+def _scalar(value: float, z: torch.Tensor) -> torch.Tensor:
     """A tensor, as a Python number would be compiled in and make a graph per temperature."""
     return _factor(value, accumulation_dtype(z.dtype), z.device)
 
 
-def _read(z, inverse_tau):
+def _read(z: torch.Tensor, inverse_tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     z = z.to(inverse_tau.dtype)
     m = z.amax(-1)
     shift = torch.where(m == NEG_INF, 0.0, m).unsqueeze(-1)
     return m, ((z - shift) * inverse_tau).exp().sum(-1)
 
 
-def _write_one(z, m, scale, inverse_tau):
+def _write_one(
+    z: torch.Tensor, m: torch.Tensor, scale: torch.Tensor, inverse_tau: torch.Tensor
+) -> None:
     shifted = z.to(m.dtype) - m.unsqueeze(-1)
     z.copy_((shifted * inverse_tau).exp() * scale.unsqueeze(-1))
 
 
-def _write_two(z, m, scale, other_scale, inverse_tau, other_inverse_tau):
+def _write_two(
+    z: torch.Tensor,
+    m: torch.Tensor,
+    scale: torch.Tensor,
+    other_scale: torch.Tensor,
+    inverse_tau: torch.Tensor,
+    other_inverse_tau: torch.Tensor,
+) -> None:
     shifted = z.to(m.dtype) - m.unsqueeze(-1)
     first = (shifted * inverse_tau).exp() * scale.unsqueeze(-1)
     z.copy_(first + (shifted * other_inverse_tau).exp() * other_scale.unsqueeze(-1))
 
 
-def _full_read(z, y, m, log_sum, teacher_m, teacher_log_sum, inverse_tau, objective, beta):
+def _full_read(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    m: torch.Tensor,
+    log_sum: torch.Tensor,
+    teacher_m: torch.Tensor,
+    teacher_log_sum: torch.Tensor,
+    inverse_tau: torch.Tensor,
+    objective: Objective,
+    beta: float,
+) -> torch.Tensor:
     log_q = log_probability(z, m, log_sum, inverse_tau)
     log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
     return torch.stack(row_sums(log_q, log_p, objective, beta))
 
 
-def _full_total(z, y, m, log_sum, teacher_m, teacher_log_sum, *rest):
+def _full_total(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    m: torch.Tensor,
+    log_sum: torch.Tensor,
+    teacher_m: torch.Tensor,
+    teacher_log_sum: torch.Tensor,
+    *rest: Any,
+) -> torch.Tensor:
     divergence, from_student, kd, inverse_tau, objective, beta = rest
     log_q = log_probability(z, m, log_sum, inverse_tau)
     log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
     return gradient(log_q, log_p, divergence, from_student, objective, beta) * kd.unsqueeze(-1)
 
 
-def _full_write(z, *rest):
+def _full_write(z: torch.Tensor, *rest: Any) -> None:
     z.copy_(_full_total(z, *rest))
 
 
-def _full_write_mixed(z, y, m, *rest):
+def _full_write_mixed(z: torch.Tensor, y: torch.Tensor, m: torch.Tensor, *rest: Any) -> None:
     *rest, log_sum_at_one, ce = rest
     softmax = log_probability(z, m, log_sum_at_one, 1.0).exp()
     z.copy_(_full_total(z, y, m, *rest) + softmax * ce.unsqueeze(-1))

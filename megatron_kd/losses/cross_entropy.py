@@ -4,13 +4,17 @@ With K = 1, p = 1 at the label and no tail, forward KL is log Z - z_y, so this i
 code of its own.
 """
 
+from typing import Any
+
 import torch
 
 from megatron_kd.losses.fused_chunked import fused_chunked_kd_loss
-from megatron_kd.losses.target import TopKTarget
+from megatron_kd.losses.target import LossResult, TopKTarget
 
 
-def fused_cross_entropy(hidden_states, output_weight, labels, **options):
+def fused_cross_entropy(
+    hidden_states: torch.Tensor, output_weight: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> LossResult:
     """Per-token cross-entropy to hard labels, in nats, without logits.
 
     Args:

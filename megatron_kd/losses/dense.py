@@ -9,31 +9,35 @@ logits.
 Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, K support.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.elementwise import accumulation_dtype
+from megatron_kd.losses.full_loss import ChunkLoss
 from megatron_kd.losses.rows import Outputs
-from megatron_kd.losses.target import Divergence, TopKTarget
+from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import VocabShard
 
 
 def dense_kd_loss(
-    logits,
+    logits: torch.Tensor,
     target: TopKTarget,
     *,
-    objective="forward_kl",
-    tail="none",
-    temperature=1.0,
-    temperature_squared=False,
-    beta=0.5,
-    labels=None,
-    ce_weight=0.0,
-    vocab_size=None,
-    tp_group=None,
-    return_metrics=False,
-):
+    objective: Objective = "forward_kl",
+    tail: Tail = "none",
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    beta: float = 0.5,
+    labels: torch.Tensor | None = None,
+    ce_weight: float = 0.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_metrics: bool = False,
+) -> LossResult:
     """Per-token divergence from a truncated teacher to the student, in nats, from whole logits.
 
     Args:
@@ -80,7 +84,7 @@ def dense_kd_loss(
     return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
-def check_logits(logits):
+def check_logits(logits: torch.Tensor) -> tuple[torch.Size, int]:
     """The leading shape [S, B] and the width, or a ValueError."""
     if logits.dim() != 3 or not logits.is_floating_point():
         raise ValueError(
@@ -93,12 +97,12 @@ class DenseLoss(torch.autograd.Function):
     """logits [N, Vp] and a loss (`topk_loss`, `full_loss`), which opens one chunk of all rows."""
 
     @staticmethod
-    def forward(ctx, logits, loss):
+    def forward(ctx: Any, logits: torch.Tensor, loss: ChunkLoss) -> tuple[torch.Tensor | None, ...]:
         every = slice(0, loss.rows.count)
         dtype = accumulation_dtype(logits.dtype)
         z = logits[:, : loss.shard.valid].to(dtype, copy=True)
         chunk = loss.open(every)
-        reading = chunk.read_(z)
+        reading = chunk.read_(z, then_differentiate=ctx.needs_input_grad[0])
         outputs = Outputs.blank(loss.rows, reading[0], loss.labels is not None)
         outputs.put_(loss.rows, every, *chunk.evaluate(reading))
         ctx.save_for_backward(z, *reading)
@@ -108,7 +112,7 @@ class DenseLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream, *_):
+    def backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         z, *reading = ctx.saved_tensors
         ctx.chunk.differentiate_(z, ctx.reading(*reading), upstream)
         if z.shape[-1] < ctx.width:

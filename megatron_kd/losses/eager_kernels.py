@@ -6,11 +6,12 @@ Letters: n rows, Vp this rank's vocabulary, T temperatures.
 import torch
 
 from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+from megatron_kd.losses.target import Divergence
 
 NEG_INF = float("-inf")
 # A block of this size stays in the cache between the few operations on it, so that together they
 # cost about one pass over memory.
-CPU_BLOCK_BYTES = 2 << 20
+CPU_BLOCK_BYTES = 1 << 20
 # On an accelerator launches cost more than cache misses.
 DEVICE_BLOCK_BYTES = 128 << 20
 
@@ -19,22 +20,29 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _blocks(z):
-    """Slices of rows, and scratch [rows, Vp] for one of them."""
-    dtype = accumulation_dtype(z.dtype)
+def _row_blocks(z: torch.Tensor) -> list[slice]:
+    if z.numel() == 0:
+        return []
     limit = CPU_BLOCK_BYTES if z.device.type == "cpu" else DEVICE_BLOCK_BYTES
-    rows = max(1, min(z.shape[0], limit // (dtype.itemsize * z.shape[1])))
-    blocks = [slice(i, min(i + rows, z.shape[0])) for i in range(0, z.shape[0], rows)]
-    return blocks, z.new_empty(rows, z.shape[1], dtype=dtype)
+    row_bytes = accumulation_dtype(z.dtype).itemsize * z.shape[1]
+    rows = max(1, min(z.shape[0], limit // row_bytes))
+    return [slice(i, min(i + rows, z.shape[0])) for i in range(0, z.shape[0], rows)]
 
 
-def max_and_sums(z, inverse_taus):
+def _scratch(z: torch.Tensor, blocks: list[slice]) -> torch.Tensor:
+    """[rows, Vp] for the largest block, which is the first."""
+    rows = blocks[0].stop if blocks else 0
+    return z.new_empty(rows, z.shape[1], dtype=accumulation_dtype(z.dtype))
+
+
+def max_and_sums(
+    z: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = accumulation_dtype(z.dtype)
     m = z.new_full((z.shape[0],), NEG_INF, dtype=dtype)
     sums = z.new_zeros((len(inverse_taus), z.shape[0]), dtype=dtype)
-    if z.numel() == 0:
-        return m, sums
-    blocks, scratch = _blocks(z)
+    blocks = _row_blocks(z)
+    scratch = _scratch(z, blocks)
     for rows in blocks:
         block, work = z[rows], scratch[: rows.stop - rows.start]
         m[rows] = block.amax(-1)
@@ -45,23 +53,38 @@ def max_and_sums(z, inverse_taus):
     return m, sums
 
 
-def to_gradient_(z, m, scales, inverse_taus):
-    if z.numel() == 0:
-        return z
-    blocks, scratch = _blocks(z)
+def exponentials_(z: torch.Tensor, inverse_tau: float) -> tuple[torch.Tensor, torch.Tensor]:
+    m, sums = z.new_full((z.shape[0],), NEG_INF), z.new_zeros(1, z.shape[0])
+    for rows in _row_blocks(z):
+        block = z[rows]
+        torch.amax(block, -1, out=m[rows])
+        shift = torch.where(m[rows] == NEG_INF, 0.0, m[rows]).unsqueeze(-1)
+        torch.sum(_exponential(block, shift, inverse_tau, block), -1, out=sums[0, rows])
+    return m, sums
+
+
+def to_gradient_(
+    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> torch.Tensor:
+    blocks = _row_blocks(z)
+    in_place = len(inverse_taus) == 1 and z.dtype == m.dtype
+    scratch = z if in_place else _scratch(z, blocks)
     for rows in blocks:
         block, shift = z[rows], m[rows].unsqueeze(-1)
-        work = scratch[: rows.stop - rows.start]
+        work = block if in_place else scratch[: rows.stop - rows.start]
         _exponential(block, shift, inverse_taus[0], work)
         work.mul_(scales[0, rows].unsqueeze(-1))
         for t, inverse_tau in enumerate(inverse_taus[1:], start=1):
             more = _exponential(block, shift, inverse_tau, torch.empty_like(work))
             work.addcmul_(more, scales[t, rows].unsqueeze(-1))
-        block.copy_(work)
+        if not in_place:
+            block.copy_(work)
     return z
 
 
-def _exponential(block, shift, inverse_tau, out):
+def _exponential(
+    block: torch.Tensor, shift: torch.Tensor, inverse_tau: float, out: torch.Tensor
+) -> torch.Tensor:
     """exp((block - shift) * inverse_tau)"""
     torch.sub(block, shift, out=out)
     if inverse_tau != 1:
@@ -69,18 +92,34 @@ def _exponential(block, shift, inverse_tau, out):
     return out.exp_()
 
 
-def full_sums(z, y, student, teacher, inverse_tau, options):
+def full_sums(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, torch.Tensor],
+    teacher: tuple[torch.Tensor, ...],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     out = student[0].new_zeros(2, z.shape[0])
-    for rows in _blocks(z)[0] if z.numel() else ():
+    for rows in _row_blocks(z):
         log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
         log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
         out[0, rows], out[1, rows] = row_sums(log_q, log_p, options.objective, options.beta)
     return out
 
 
-def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+def full_gradient_(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, ...],
+    teacher: tuple[torch.Tensor, ...],
+    sums: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     kd, ce = weights
-    for rows in _blocks(z)[0] if z.numel() else ():
+    for rows in _row_blocks(z):
         log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
         log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
         total = gradient(

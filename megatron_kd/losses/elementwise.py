@@ -5,20 +5,26 @@
 
 Entries cut out beforehand (-inf) count for nothing in the first and become 0 in the second.
 
+The exponential is the costly part of both. Where they follow each other, at one temperature and in
+full precision, `exponentials_` reads and leaves z_v <- exp((z_v - m) / tau); what remains of the
+second pass is a multiplication by row.
+
 Three backends do the same: `eager_kernels` anywhere and always; `compiled_kernels` (torch.compile)
-    on
-a CPU whose chunk is large enough to pay for compiling; `triton_kernels` on CUDA where Triton is
+on a CPU whose chunk is large enough to pay for compiling; `triton_kernels` on CUDA where Triton is
 installed. The eager one is the twin that the others are tested against.
 
 Letters: n rows, Vp this rank's vocabulary, T temperatures.
 """
 
 import contextlib
+from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
 from megatron_kd.losses import compiled_kernels, eager_kernels, triton_kernels
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
+from megatron_kd.losses.target import Divergence
 
 __all__ = ["NEG_INF", "accumulation_dtype", "max_and_sums", "to_gradient_", "use_backend"]
 
@@ -32,22 +38,53 @@ LEAST_COMPILED_ELEMENTS = 1 << 21
 _forced: list[str] = []
 
 
-def max_and_sums(z, inverse_taus):
+def max_and_sums(
+    z: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """z [n, Vp] -> m [n], sums [T, n], fp32 (fp64 for fp64); -inf and 0 where nothing is left."""
     return _backend(z).max_and_sums(z, inverse_taus)
 
 
-def to_gradient_(z, m, scales, inverse_taus):
+def keeps_exponentials(z: torch.Tensor, inverse_taus: tuple[float, ...]) -> bool:
+    """Whether `exponentials_` can be used: 16-bit logits would store a rounded factor."""
+    full = z.dtype == accumulation_dtype(z.dtype)
+    return full and len(inverse_taus) == 1 and _backend(z) is not triton_kernels
+
+
+def exponentials_(z: torch.Tensor, inverse_tau: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `max_and_sums` at one temperature; z [n, Vp] becomes exp((z - m) * inverse_tau)."""
+    return _backend(z).exponentials_(z, inverse_tau)
+
+
+def to_gradient_(
+    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> torch.Tensor:
     """z [n, Vp] in place; m [n] finite, scales [T, n]."""
     return _backend(z).to_gradient_(z, m, scales, inverse_taus)
 
 
-def full_sums(z, y, student, teacher, inverse_tau, options):
+def full_sums(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, torch.Tensor],
+    teacher: tuple[torch.Tensor, ...],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     """z, y [n, Vp]; student, teacher: (m, log_sum) [n] each -> [2, n] divergence and KL(q || m)."""
     return _backend(z, full=True).full_sums(z, y, student, teacher, inverse_tau, options)
 
 
-def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
+def full_gradient_(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    student: tuple[torch.Tensor, ...],
+    teacher: tuple[torch.Tensor, ...],
+    sums: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    inverse_tau: float,
+    options: Divergence,
+) -> torch.Tensor:
     """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at tau 1.
 
     student: (m, log_sum, log_sum at temperature 1); sums [2, n] of `full_sums`; weights [n], [n] or
@@ -58,7 +95,7 @@ def full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options):
 
 
 @contextlib.contextmanager
-def use_backend(name: str):
+def use_backend(name: str) -> Iterator[None]:
     """Force a backend, for tests and measurements: eager, compiled or triton."""
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
@@ -69,7 +106,7 @@ def use_backend(name: str):
         _forced.pop()
 
 
-def _backend(z, full=False):
+def _backend(z: torch.Tensor, full: bool = False) -> ModuleType:
     """full: a pass over a pair of chunks; where Triton is used the compiler writes its kernel."""
     if z.numel() == 0:
         return eager_kernels

@@ -11,13 +11,17 @@ import torch
 FARTHEST_NATS = -1e30
 
 
-def log_probability(logits, m, log_sum, inverse_tau):
+def log_probability(
+    logits: torch.Tensor, m: torch.Tensor, log_sum: torch.Tensor, inverse_tau: torch.Tensor | float
+) -> torch.Tensor:
     """[n, Vp] from logits [n, Vp], m [n] and log_sum [n], in the dtype of m."""
     shifted = (logits.to(m.dtype) - m.unsqueeze(-1)) * inverse_tau
     return (shifted - log_sum.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
 
 
-def row_sums(log_q, log_p, objective: str, beta: float):
+def row_sums(
+    log_q: torch.Tensor, log_p: torch.Tensor, objective: str, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence [n], and KL(q || m) [n] where the gradient needs it (zeros elsewhere)."""
     if objective == "forward_kl":
         total = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -31,7 +35,14 @@ def row_sums(log_q, log_p, objective: str, beta: float):
     return beta * from_teacher + (1 - beta) * from_student, from_student
 
 
-def gradient(log_q, log_p, divergence, from_student, objective: str, beta: float):
+def gradient(
+    log_q: torch.Tensor,
+    log_p: torch.Tensor,
+    divergence: torch.Tensor,
+    from_student: torch.Tensor,
+    objective: str,
+    beta: float,
+) -> torch.Tensor:
     """tau * dL/dz [n, Vp]; divergence [n] and from_student [n] are `row_sums` over all shards."""
     q = log_q.exp()
     if objective == "forward_kl":

@@ -3,21 +3,23 @@
 With q and p the two distributions at the temperature (rows of student logits z and teacher logits
 y):
 
-    forward_kl   L = sum p (log p - log q)                    tau dL/dz = q - p reverse_kl   L = sum
-    q (log q - log p)                    tau dL/dz = q (log q - log p - L) jsd          L = beta
-    KL(p || m) + (1 - beta) KL(q || m)  tau dL/dz = (1 - beta) q (log q - log m - KL(q || m))
+    forward_kl   L = sum p (log p - log q)
+                 tau dL/dz = q - p
+    reverse_kl   L = sum q (log q - log p)
+                 tau dL/dz = q (log q - log p - L)
+    jsd          L = beta KL(p || m) + (1 - beta) KL(q || m)
+                 tau dL/dz = (1 - beta) q (log q - log m - KL(q || m))
 
 Three passes over the chunk pair: normalisers, the sums, and the gradient in place of z. Under TP
-    one
-MAX and one SUM follow the first, one SUM the second.
+one MAX and one SUM follow the first, one SUM the second.
 
 Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, n rows of a
-    chunk,
-T temperatures.
+chunk, T temperatures.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from megatron_kd.losses.elementwise import full_gradient_, full_sums, max_and_sums
 from megatron_kd.losses.rows import Rows
 from megatron_kd.losses.target import Divergence
-from megatron_kd.losses.topk_loss import check_index, check_labels, inverse_temperatures
+from megatron_kd.losses.topk_loss import TopKLoss, check_index, check_labels, inverse_temperatures
 from megatron_kd.losses.vocab_parallel import VocabShard, add_column_
 
 
@@ -38,12 +40,22 @@ class FullReading(NamedTuple):
     sums: torch.Tensor  # [n, 2] the divergence, and KL(q || m) for jsd
 
 
+class TeacherLogits(Protocol):
+    """Where the teacher's logits of a chunk come from."""
+
+    def start(self, rows: Rows, chunk_rows: int) -> None:
+        """Before the chunks of a pass."""
+
+    def stop(self) -> None:
+        """After them."""
+
+    def __call__(self, chunk: slice) -> torch.Tensor:
+        """[n, valid]"""
+
+
 @dataclass(frozen=True)
 class FullLoss:
-    """A divergence bound to a source of teacher logits and to this rank's vocabulary.
-
-    teacher_logits: an object with start(chunk_rows), stop() and a call chunk -> [n, valid].
-    """
+    """A divergence bound to a source of teacher logits and to this rank's vocabulary."""
 
     Reading = FullReading
     tensors_per_chunk = 2
@@ -52,10 +64,18 @@ class FullLoss:
     shard: VocabShard
     rows: Rows
     labels: torch.Tensor | None  # [N]
-    teacher_logits: Any = field(repr=False)
+    teacher_logits: TeacherLogits = field(repr=False)
 
     @classmethod
-    def of(cls, options, shard, labels, shape, teacher_logits, index=None) -> "FullLoss":
+    def of(
+        cls,
+        options: Divergence,
+        shard: VocabShard,
+        labels: torch.Tensor | None,
+        shape: Sequence[int],
+        teacher_logits: TeacherLogits,
+        index: torch.Tensor | None = None,
+    ) -> "FullLoss":
         if options.ce_weight and labels is None:
             raise ValueError(f"ce_weight {options.ce_weight} needs labels [S, B]; got None")
         rows = Rows(shape[0] * shape[1], check_index(index))
@@ -75,11 +95,11 @@ class FullLoss:
 class FullChunk:
     """n rows of a `FullLoss`, with the teacher's logits of them."""
 
-    def __init__(self, loss: FullLoss, y, labels):
+    def __init__(self, loss: FullLoss, y: torch.Tensor, labels: torch.Tensor | None) -> None:
         self.loss, self.y, self.labels = loss, y, labels  # y [n, valid]
         self.taus = inverse_temperatures(loss.options, loss.labels)
 
-    def read_(self, z) -> FullReading:
+    def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> FullReading:
         group = self.loss.shard.group
         m, sums = max_and_sums(z, self.taus)
         teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1])
@@ -105,21 +125,23 @@ class FullChunk:
             dist.all_reduce(totals, group=group)
         return FullReading(m, log_sums.T, teacher_m, teacher_log_sum, z_y, totals.T)
 
-    def _label_logit(self, z, m):
+    def _label_logit(self, z: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         if self.labels is None or z.shape[-1] == 0:
             return torch.zeros_like(m)
         mine, index = self._label_column()
         return torch.where(mine, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0).to(m.dtype)
 
-    def _label_column(self):
+    def _label_column(self) -> tuple[torch.Tensor, torch.Tensor]:
         shard = self.loss.shard
         mine = (self.labels >= shard.start) & (self.labels < shard.start + shard.valid)
         return mine, torch.where(mine, self.labels - shard.start, 0).long()
 
-    def resume_(self, z) -> None:
+    def resume_(self, z: torch.Tensor) -> None:
         """Reading leaves the logits as they are."""
 
-    def evaluate(self, reading: FullReading):
+    def evaluate(
+        self, reading: FullReading
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         options = self.loss.options
         loss = reading.sums[:, 0]
         if options.temperature_squared:
@@ -133,7 +155,9 @@ class FullChunk:
         one = torch.ones_like(loss)
         return loss, (lm_loss, one, one)
 
-    def differentiate_(self, z, reading: FullReading, upstream):
+    def differentiate_(
+        self, z: torch.Tensor, reading: FullReading, upstream: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         options = self.loss.options
         upstream = upstream.to(reading.m.dtype)
         kd = upstream * ((1 - options.ce_weight) * self.taus[0])
@@ -150,3 +174,7 @@ class FullChunk:
             mine, index = self._label_column()
             add_column_(z, index, mine, -ce)
         return self.evaluate(reading)
+
+
+ChunkLoss: TypeAlias = TopKLoss | FullLoss
+"""What `dense` and `fused_head` open chunk by chunk."""

@@ -1,42 +1,46 @@
 """Distillation loss from hidden states and the output weight; the [S, B, V] logits never exist.
 
 Per chunk of positions: project, read z_S and log R, and either keep only those (gradient recompute)
-    or
-turn the chunk's logits into their gradient while they are at hand (in_forward). See `fused_head`.
+or turn the chunk's logits into their gradient while they are at hand (in_forward). See
+`fused_head`.
 
 Letters: S sequence, B micro-batch, D hidden, Vp this rank's vocabulary, K support.
 """
 
-from megatron_kd.losses.fused_head import check_hidden, fused_loss
-from megatron_kd.losses.target import Divergence, TopKTarget
+import torch
+import torch.distributed as dist
+
+from megatron_kd.losses.chunking import ChunkSize
+from megatron_kd.losses.fused_head import GradientMode, check_hidden, fused_loss
+from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import VocabShard
 
 
 def fused_chunked_kd_loss(
-    hidden_states,
-    output_weight,
+    hidden_states: torch.Tensor,
+    output_weight: torch.Tensor,
     target: TopKTarget,
     *,
-    bias=None,
-    chunk_size="auto",
-    gradient="recompute",
-    token_weights=None,
-    supervised_index=None,
-    sequence_parallel=False,
-    gradient_accumulation_fusion=False,
-    memory_budget_bytes=None,
-    objective="forward_kl",
-    tail="none",
-    temperature=1.0,
-    temperature_squared=False,
-    beta=0.5,
-    labels=None,
-    ce_weight=0.0,
-    vocab_size=None,
-    tp_group=None,
-    return_metrics=False,
-):
+    bias: torch.Tensor | None = None,
+    chunk_size: ChunkSize = "auto",
+    gradient: GradientMode = "recompute",
+    token_weights: torch.Tensor | None = None,
+    supervised_index: torch.Tensor | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    memory_budget_bytes: int | None = None,
+    objective: Objective = "forward_kl",
+    tail: Tail = "none",
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    beta: float = 0.5,
+    labels: torch.Tensor | None = None,
+    ce_weight: float = 0.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_metrics: bool = False,
+) -> LossResult:
     """Per-token divergence from a truncated teacher to the student, in nats, from hidden states.
 
     Args:

@@ -1,38 +1,46 @@
 """The loop over chunks that every fused loss shares: project, read, and turn logits into gradients.
 
-    gradient     products                            upstream gradient
-    recompute    1 forward + (1 + 2) backward = 4    any in_forward   (1 + 2) forward = 3, backward
-    only  one scalar times token_weights (anything else: NaN)
-                 scales
+    gradient     products                                    upstream gradient
+    recompute    1 forward + (1 + 2) backward = 4            any
+    in_forward   (1 + 2) forward = 3, backward only scales   one scalar times token_weights
+                                                             (anything else: NaN)
 
 What happens to a chunk's logits is the loss's business (`topk_loss`, `full_loss`): it offers
 open(chunk) -> .read_(z), .resume_(z), .evaluate(reading), .differentiate_(z, reading, upstream).
 
 Letters: S sequence, B micro-batch, N = S * B positions, D hidden, Vp this rank's vocabulary, n
-    rows.
+rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_kd.losses.chunking import chunk_rows
+from megatron_kd.losses.chunking import ChunkSize, chunk_rows
 from megatron_kd.losses.elementwise import accumulation_dtype
-from megatron_kd.losses.rows import Outputs, Saved
-from megatron_kd.losses.vocab_parallel import gather_sequence, reduce_scatter_sequence
+from megatron_kd.losses.full_loss import ChunkLoss
+from megatron_kd.losses.rows import Outputs, Rows, Saved
+from megatron_kd.losses.vocab_parallel import (
+    VocabShard,
+    gather_sequence,
+    reduce_scatter_sequence,
+)
 from megatron_kd.losses.weight_gradient import WeightGradient
 
-GRADIENT_MODES = ("recompute", "in_forward", "auto")
+GradientMode: TypeAlias = Literal["recompute", "in_forward", "auto"]
+GRADIENT_MODES = get_args(GradientMode)
 # Relative departure of the upstream gradient from scalar * token_weights that is still rounding.
 UPSTREAM_TOLERANCE = 1e-4
+ALIASING_BYTES, ROW_GAP_BYTES = 4096, 256
 
 
 @dataclass(frozen=True)
 class FusedPlan:
-    loss: Any
+    loss: ChunkLoss
     chunk_rows: int
     dtype: torch.dtype
     in_forward: bool
@@ -41,19 +49,19 @@ class FusedPlan:
 
 
 def fused_loss(
-    hidden_states,
-    output_weight,
-    bias,
-    loss,
+    hidden_states: torch.Tensor,
+    output_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    loss: ChunkLoss,
     *,
-    batch,
-    chunk_size,
-    gradient,
-    token_weights,
-    sequence_parallel,
-    gradient_accumulation_fusion,
-    memory_budget_bytes,
-):
+    batch: int,
+    chunk_size: ChunkSize,
+    gradient: GradientMode,
+    token_weights: torch.Tensor | None,
+    sequence_parallel: bool,
+    gradient_accumulation_fusion: bool,
+    memory_budget_bytes: int | None,
+) -> tuple[torch.Tensor | None, ...]:
     """Flat outputs [N] of a loss over the chunks of hidden_states."""
     dtype = compute_dtype(hidden_states, output_weight)
     wanted = torch.is_grad_enabled() and any(
@@ -82,7 +90,13 @@ def fused_loss(
         return _FusedLoss.apply(hidden_states, output_weight, bias, plan, weights)
 
 
-def check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group):
+def check_hidden(
+    hidden_states: torch.Tensor,
+    output_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+) -> tuple[int, int]:
     """The leading shape [S, B] of the whole sequence, or a ValueError."""
     if hidden_states.dim() != 3 or output_weight.dim() != 2:
         raise ValueError(
@@ -102,7 +116,7 @@ def check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group
     return hidden_states.shape[0] * ranks, hidden_states.shape[1]
 
 
-def compute_dtype(hidden_states, output_weight):
+def compute_dtype(hidden_states: torch.Tensor, output_weight: torch.Tensor) -> torch.dtype:
     """The dtype of the products: autocast's where it is on, otherwise the one both share."""
     kind = hidden_states.device.type
     if torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.float64:
@@ -115,7 +129,12 @@ def compute_dtype(hidden_states, output_weight):
     return hidden_states.dtype
 
 
-def gradient_mode(gradient, token_weights, dtype, shape) -> str:
+def gradient_mode(
+    gradient: GradientMode,
+    token_weights: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+) -> str:
     if gradient not in GRADIENT_MODES:
         raise ValueError(f"gradient must be one of {', '.join(GRADIENT_MODES)}; got {gradient!r}")
     if token_weights is not None and tuple(token_weights.shape) != tuple(shape):
@@ -141,7 +160,15 @@ def gradient_mode(gradient, token_weights, dtype, shape) -> str:
 class Gradients:
     """dH, dW and d_bias as the chunks come in; what autograd does not ask for is not formed."""
 
-    def __init__(self, hidden, weight, bias, plan: FusedPlan, needs, into_main_grad: bool):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: FusedPlan,
+        needs: tuple[bool, ...],
+        into_main_grad: bool,
+    ) -> None:
         self.plan, self.hidden_dtype = plan, hidden.dtype
         rows, shard = plan.loss.rows, plan.loss.shard
         self.hidden = self.weight = self.bias = self.bias_dtype = None
@@ -157,7 +184,7 @@ class Gradients:
             self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
             self.bias_dtype = bias.dtype
 
-    def add_(self, part: slice, dz, h, w) -> None:
+    def add_(self, part: slice, dz: torch.Tensor, h: torch.Tensor, w: torch.Tensor) -> None:
         """dz [n, valid], h [n, D], w [valid, D]"""
         rows = self.plan.loss.rows
         if self.hidden is not None:
@@ -170,7 +197,7 @@ class Gradients:
         if self.bias is not None:
             self.bias[: dz.shape[1]] += dz.sum(0, dtype=self.bias.dtype)
 
-    def stored(self, shape) -> "Stored":
+    def stored(self, shape: torch.Size) -> "Stored":
         """All of them, dH [S, B, D] (or this rank's part) summed over the vocabulary's shards."""
         d_hidden, group = self.hidden, self.plan.loss.shard.group
         if d_hidden is not None and self.plan.sequence_parallel:
@@ -190,7 +217,7 @@ class Stored:
     bias: torch.Tensor | None
     bias_dtype: torch.dtype | None
 
-    def scaled(self, scale):
+    def scaled(self, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What autograd gets for hidden_states, output_weight and bias."""
         if scale is not None:
             for gradient in (self.hidden, self.bias):
@@ -206,14 +233,25 @@ class Stored:
 class Projection:
     """hidden @ weight.T (+ bias) for one chunk at a time, into one buffer."""
 
-    def __init__(self, hidden, weight, bias, rows, shard, dtype, most_rows):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: Rows,
+        shard: VocabShard,
+        dtype: torch.dtype,
+        most_rows: int,
+    ) -> None:
         """hidden [N, D] whole sequence, weight [Vp, D], bias [Vp] or None."""
         self.hidden, self.rows, self.dtype = hidden, rows, dtype
         self.weight = weight[: shard.valid].to(dtype)  # [valid, D]
         self.bias = None if bias is None else bias[: shard.valid].to(dtype)
-        self.buffer = hidden.new_empty(min(most_rows, rows.count), shard.valid, dtype=dtype)
+        width = shard.valid + row_gap(shard.valid, dtype, hidden.device)
+        buffer = hidden.new_empty(min(most_rows, rows.count), width, dtype=dtype)
+        self.buffer = buffer[:, : shard.valid]
 
-    def __call__(self, part: slice):
+    def __call__(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """h [n, D] and logits [n, valid]; the latter lie in the buffer."""
         h = self.rows.take(self.hidden, part).to(self.dtype)
         out = self.buffer[: h.shape[0]]
@@ -222,7 +260,20 @@ class Projection:
         return h, torch.addmm(self.bias, h, self.weight.T, out=out)
 
 
-def _projection(hidden, weight, bias, plan: FusedPlan) -> Projection:
+def row_gap(columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Unused elements after each row of a chunk's logits.
+
+    Rows a multiple of the page size apart compete for the same few cache lines, and on CPUs that
+    costs the products up to a quarter of their time. 16-bit products have kernels of their own.
+    """
+    collide = columns * dtype.itemsize % ALIASING_BYTES == 0
+    wide = dtype in (torch.float32, torch.float64)
+    return ROW_GAP_BYTES // dtype.itemsize if device.type == "cpu" and wide and collide else 0
+
+
+def _projection(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: FusedPlan
+) -> Projection:
     shard = plan.loss.shard
     full = gather_sequence(hidden, shard.group) if plan.sequence_parallel else hidden
     return Projection(
@@ -232,7 +283,14 @@ def _projection(hidden, weight, bias, plan: FusedPlan) -> Projection:
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, plan: FusedPlan, token_weights):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: FusedPlan,
+        token_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         loss, rows = plan.loss, plan.loss.rows
         like = hidden.new_empty(0, dtype=accumulation_dtype(plan.dtype))
         outputs = Outputs.blank(rows, like, loss.labels is not None)
@@ -247,7 +305,7 @@ class _FusedLoss(torch.autograd.Function):
         for part in rows.chunks(plan.chunk_rows):
             h, z = project(part)
             chunk = loss.open(part)
-            reading = chunk.read_(z)
+            reading = chunk.read_(z, then_differentiate=gradients is not None)
             if gradients is None:
                 values = chunk.evaluate(reading)
             else:
@@ -269,13 +327,13 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream, *_):
+    def backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(upstream.device.type, enabled=False):
             backward = _scale if ctx.plan.in_forward else _recompute
             return *backward(ctx, upstream), None, None
 
 
-def _recompute(ctx, upstream):
+def _recompute(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     plan, loss, rows = ctx.plan, ctx.plan.loss, ctx.plan.loss.rows
     hidden, weight, bias, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
@@ -292,7 +350,7 @@ def _recompute(ctx, upstream):
     return gradients.stored(hidden.shape).scaled(None)
 
 
-def _scale(ctx, upstream):
+def _scale(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Bring in the scalar, in place."""
     if ctx.stored is None:
         raise RuntimeError(
@@ -304,7 +362,7 @@ def _scale(ctx, upstream):
     return stored.scaled(upstream_scale(upstream, token_weights))
 
 
-def upstream_scale(upstream, token_weights):
+def upstream_scale(upstream: torch.Tensor, token_weights: torch.Tensor) -> torch.Tensor:
     """The s with upstream = s * token_weights: NaN where there is none, 0 where both are 0."""
     weights = token_weights.to(upstream.dtype)
     if weights.numel() == 0:

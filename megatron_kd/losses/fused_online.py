@@ -7,40 +7,51 @@ Letters: S sequence, B micro-batch, D and Dt hidden sizes of student and teacher
 vocabulary.
 """
 
+import torch
+import torch.distributed as dist
+
+from megatron_kd.losses.chunking import ChunkSize
 from megatron_kd.losses.dense import DenseLoss, check_logits
 from megatron_kd.losses.full_loss import FullLoss
-from megatron_kd.losses.fused_head import Projection, check_hidden, compute_dtype, fused_loss
-from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.fused_head import (
+    GradientMode,
+    Projection,
+    check_hidden,
+    compute_dtype,
+    fused_loss,
+)
+from megatron_kd.losses.rows import Rows
+from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail
 from megatron_kd.losses.topk_loss import check_positions, finish
 from megatron_kd.losses.vocab_parallel import VocabShard, gather_sequence
 
 
 def fused_online_kd_loss(
-    hidden_states,
-    output_weight,
-    teacher_hidden_states,
-    teacher_output_weight,
+    hidden_states: torch.Tensor,
+    output_weight: torch.Tensor,
+    teacher_hidden_states: torch.Tensor,
+    teacher_output_weight: torch.Tensor,
     *,
-    bias=None,
-    teacher_bias=None,
-    chunk_size="auto",
-    gradient="recompute",
-    token_weights=None,
-    supervised_index=None,
-    sequence_parallel=False,
-    gradient_accumulation_fusion=False,
-    memory_budget_bytes=None,
-    objective="forward_kl",
-    tail="none",
-    temperature=1.0,
-    temperature_squared=False,
-    beta=0.5,
-    labels=None,
-    ce_weight=0.0,
-    vocab_size=None,
-    tp_group=None,
-    return_metrics=False,
-):
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    chunk_size: ChunkSize = "auto",
+    gradient: GradientMode = "recompute",
+    token_weights: torch.Tensor | None = None,
+    supervised_index: torch.Tensor | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    memory_budget_bytes: int | None = None,
+    objective: Objective = "forward_kl",
+    tail: Tail = "none",
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    beta: float = 0.5,
+    labels: torch.Tensor | None = None,
+    ce_weight: float = 0.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_metrics: bool = False,
+) -> LossResult:
     """Per-token divergence from the whole teacher distribution to the student, in nats.
 
     Args:
@@ -105,20 +116,20 @@ def fused_online_kd_loss(
 
 
 def dense_online_kd_loss(
-    logits,
-    teacher_logits,
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
     *,
-    objective="forward_kl",
-    tail="none",
-    temperature=1.0,
-    temperature_squared=False,
-    beta=0.5,
-    labels=None,
-    ce_weight=0.0,
-    vocab_size=None,
-    tp_group=None,
-    return_metrics=False,
-):
+    objective: Objective = "forward_kl",
+    tail: Tail = "none",
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    beta: float = 0.5,
+    labels: torch.Tensor | None = None,
+    ce_weight: float = 0.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_metrics: bool = False,
+) -> LossResult:
     """The same from logits that are there already: [S, B, Vp] each, of one vocabulary and sharding.
 
     Neither is changed; one fp32 copy of logits is made and becomes the gradient. teacher_logits
@@ -142,7 +153,9 @@ def dense_online_kd_loss(
     return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
-def check_same_vocabulary(rows, teacher_rows, vocab_size, shard: VocabShard) -> None:
+def check_same_vocabulary(
+    rows: int, teacher_rows: int, vocab_size: int | None, shard: VocabShard
+) -> None:
     if rows == teacher_rows:
         return
     if shard.group is not None:
@@ -162,12 +175,20 @@ def check_same_vocabulary(rows, teacher_rows, vocab_size, shard: VocabShard) -> 
 class _TeacherProjection:
     """Teacher logits of a chunk, from its hidden states."""
 
-    def __init__(self, hidden, weight, bias, shard, dtype, sequence_parallel):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shard: VocabShard,
+        dtype: torch.dtype,
+        sequence_parallel: bool,
+    ) -> None:
         self.inputs = hidden, weight, bias
         self.shard, self.dtype, self.sequence_parallel = shard, dtype, sequence_parallel
         self.project = None
 
-    def start(self, rows, chunk_rows: int) -> None:
+    def start(self, rows: Rows, chunk_rows: int) -> None:
         hidden, weight, bias = self.inputs
         full = gather_sequence(hidden, self.shard.group) if self.sequence_parallel else hidden
         self.project = Projection(
@@ -177,19 +198,19 @@ class _TeacherProjection:
     def stop(self) -> None:
         self.project = None
 
-    def __call__(self, chunk: slice):
+    def __call__(self, chunk: slice) -> torch.Tensor:
         return self.project(chunk)[1]
 
 
 class _TeacherLogits:
-    def __init__(self, logits):
+    def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits  # [N, valid]
 
-    def start(self, rows, chunk_rows: int) -> None:
+    def start(self, rows: Rows, chunk_rows: int) -> None:
         """They are there."""
 
     def stop(self) -> None:
         """They stay."""
 
-    def __call__(self, chunk: slice):
+    def __call__(self, chunk: slice) -> torch.Tensor:
         return self.logits[chunk]

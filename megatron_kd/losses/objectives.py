@@ -7,9 +7,10 @@ differentiates; nothing here knows about the vocabulary, shards or chunks.
 
     log Z = log(exp log R + sum_S exp z_S)      log q = z_S - log Z      log r = log R - log Z
 
-    forward_kl   sum_S p (log p - log q)               [+ rho (log rho - log r)] reverse_kl   sum_S
-    q (log q - log p)               [+ r (log r - log rho)] jsd          sum_S beta p (log p - log
-    m) + (1 - beta) q (log q - log m)   [+ the same with rho, r]
+    forward_kl   sum_S p (log p - log q)      [+ rho (log rho - log r)]
+    reverse_kl   sum_S q (log q - log p)      [+ r (log r - log rho)]
+    jsd          sum_S beta p (log p - log m) + (1 - beta) q (log q - log m)
+                                              [+ the same with rho, r]
                  m = beta p + (1 - beta) q
 
 The bracket is the tail as one more outcome (tail="bucket"): rho is the teacher's mass off the
@@ -58,7 +59,13 @@ class Student:
     has_rest: torch.Tensor  # [n] bool: something lies off the support
 
 
-def teacher_terms(ids, logprobs, log_z_tau, options: Divergence, dtype) -> Teacher:
+def teacher_terms(
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    log_z_tau: torch.Tensor | None,
+    options: Divergence,
+    dtype: torch.dtype,
+) -> Teacher:
     """The target [n, K] at the loss's temperature; in fp64, as 1 - mass may be 1e-7."""
     tau = options.temperature
     keep = (ids >= 0) & (logprobs != NEG_INF)
@@ -77,7 +84,7 @@ def teacher_terms(ids, logprobs, log_z_tau, options: Divergence, dtype) -> Teach
     return Teacher(keep, log_p.to(dtype), p.to(dtype), rest.to(dtype), mass.to(dtype))
 
 
-def _tempered_on_support(log_p, tau):
+def _tempered_on_support(log_p: torch.Tensor, tau: float) -> torch.Tensor:
     """mass * softmax_S(log p / tau): the support keeps its mass, as nothing is known off it."""
     if "temperature" not in _said:
         _said.add("temperature")
@@ -94,7 +101,7 @@ def _tempered_on_support(log_p, tau):
     return tempered - total.log() + mass.log()
 
 
-def log_normaliser(z_s, log_r, keep):
+def log_normaliser(z_s: torch.Tensor, log_r: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """log Z [n]; exact for any common shift, and differentiable where R or the support is empty."""
     masked = torch.where(keep, z_s, NEG_INF)
     shift = torch.maximum(masked.amax(-1), log_r).detach()
@@ -103,7 +110,7 @@ def log_normaliser(z_s, log_r, keep):
     return shift + total.log()
 
 
-def student_terms(z_s, log_r, keep) -> Student:
+def student_terms(z_s: torch.Tensor, log_r: torch.Tensor, keep: torch.Tensor) -> Student:
     """z_s [n, K] and log_r [n], both divided by the temperature and shifted alike."""
     log_z = log_normaliser(z_s, log_r, keep)
     log_q = torch.where(keep, z_s - log_z.unsqueeze(-1), 0.0)
@@ -118,13 +125,15 @@ def student_terms(z_s, log_r, keep) -> Student:
     )
 
 
-def _with_bucket(loss, term, student, options):
+def _with_bucket(
+    loss: torch.Tensor, term: torch.Tensor, student: Student, options: Divergence
+) -> torch.Tensor:
     if options.tail != "bucket":
         return loss
     return loss + torch.where(student.has_rest, term, 0.0)
 
 
-def forward_kl(student: Student, teacher: Teacher, options: Divergence):
+def forward_kl(student: Student, teacher: Teacher, options: Divergence) -> torch.Tensor:
     """KL(teacher || student) [n]. Legitimately negative where the mass is below 1 (tail none)."""
     loss = (teacher.p * (teacher.log_p - student.log_q)).sum(-1)
     rho = teacher.rest
@@ -132,7 +141,7 @@ def forward_kl(student: Student, teacher: Teacher, options: Divergence):
     return _with_bucket(loss, term, student, options)
 
 
-def reverse_kl(student: Student, teacher: Teacher, options: Divergence):
+def reverse_kl(student: Student, teacher: Teacher, options: Divergence) -> torch.Tensor:
     """KL(student || teacher) [n]. Without a bucket it rewards leaving the support."""
     loss = (student.q * (student.log_q - teacher.log_p)).sum(-1)
     log_rho = teacher.rest.clamp(min=SMALLEST_TAIL).log()
@@ -140,7 +149,7 @@ def reverse_kl(student: Student, teacher: Teacher, options: Divergence):
     return _with_bucket(loss, term, student, options)
 
 
-def jsd(student: Student, teacher: Teacher, options: Divergence):
+def jsd(student: Student, teacher: Teacher, options: Divergence) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence [n]: beta KL(p || m) + (1 - beta) KL(q || m)."""
     loss = _jsd_term(teacher.p, teacher.log_p, student.q, student.log_q, options.beta).sum(-1)
     rho = teacher.rest
@@ -149,7 +158,9 @@ def jsd(student: Student, teacher: Teacher, options: Divergence):
     return _with_bucket(loss, term, student, options)
 
 
-def _jsd_term(p, log_p, q, log_q, beta):
+def _jsd_term(
+    p: torch.Tensor, log_p: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor, beta: float
+) -> torch.Tensor:
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     return beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
 
@@ -157,7 +168,9 @@ def _jsd_term(p, log_p, q, log_q, beta):
 OBJECTIVE_FUNCTIONS = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd}
 
 
-def divergence(z_s, log_r, teacher: Teacher, options: Divergence):
+def divergence(
+    z_s: torch.Tensor, log_r: torch.Tensor, teacher: Teacher, options: Divergence
+) -> tuple[torch.Tensor, Student]:
     """Nats [n] and the student's terms, from raw z_s [n, K] and log R [n] at the temperature."""
     student = student_terms(z_s / options.temperature, log_r, teacher.keep)
     loss = OBJECTIVE_FUNCTIONS[options.objective](student, teacher, options)
@@ -166,7 +179,13 @@ def divergence(z_s, log_r, teacher: Teacher, options: Divergence):
     return loss, student
 
 
-def cross_entropy(z_s, log_r, z_y, keep, labels):
+def cross_entropy(
+    z_s: torch.Tensor,
+    log_r: torch.Tensor,
+    z_y: torch.Tensor,
+    keep: torch.Tensor,
+    labels: torch.Tensor,
+) -> torch.Tensor:
     """[n] nats at temperature 1; 0 where the label is negative (ignored)."""
     log_z = log_normaliser(z_s, log_r, keep)
     return torch.where(labels >= 0, log_z - z_y, 0.0)

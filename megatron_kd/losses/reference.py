@@ -12,7 +12,13 @@ from megatron_kd.losses.target import Divergence, TopKTarget
 NEG_INF = float("-inf")
 
 
-def topk_loss(logits, target: TopKTarget, options: Divergence, labels=None, vocab_size=None):
+def topk_loss(
+    logits: torch.Tensor,
+    target: TopKTarget,
+    options: Divergence,
+    labels: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
     """logits [S, B, V] -> [S, B] nats in the dtype of the logits."""
     logits = logits[..., :vocab_size]
     log_q = torch.log_softmax(logits / options.temperature, -1)  # [S, B, V]
@@ -40,7 +46,13 @@ def topk_loss(logits, target: TopKTarget, options: Divergence, labels=None, voca
     return loss.to(logits.dtype)
 
 
-def full_loss(logits, teacher_logits, options: Divergence, labels=None, vocab_size=None):
+def full_loss(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    options: Divergence,
+    labels: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
     """The same with the whole teacher distribution: both [S, B, V] -> [S, B]."""
     logits, teacher_logits = logits[..., :vocab_size], teacher_logits[..., :vocab_size]
     log_q = torch.log_softmax(logits / options.temperature, -1)
@@ -55,14 +67,14 @@ def full_loss(logits, teacher_logits, options: Divergence, labels=None, vocab_si
     return loss
 
 
-def cross_entropy(logits, labels):
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """[S, B] nats at temperature 1, 0 where the label is negative."""
     log_q = torch.log_softmax(logits, -1)
     picked = log_q.gather(-1, labels.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
     return torch.where(labels >= 0, -picked, 0.0)
 
 
-def _teacher(target: TopKTarget, options: Divergence):
+def _teacher(target: TopKTarget, options: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
     """log p [S, B, K] in fp64 at the temperature (-inf where unused), and which slots are used."""
     keep = (target.ids >= 0) & (target.logprobs != NEG_INF)
     log_p = torch.where(keep, target.logprobs.double(), NEG_INF)
@@ -76,7 +88,9 @@ def _teacher(target: TopKTarget, options: Divergence):
     return torch.where(keep, log_p, NEG_INF), keep
 
 
-def _sum_over_outcomes(log_p, log_q, keep, options: Divergence):
+def _sum_over_outcomes(
+    log_p: torch.Tensor, log_q: torch.Tensor, keep: torch.Tensor, options: Divergence
+) -> torch.Tensor:
     """sum over outcomes [.., K] that are kept; 0 log 0 = 0."""
     log_p = torch.where(keep, log_p, 0.0)
     log_q = torch.where(keep, log_q, 0.0)

@@ -3,7 +3,9 @@
 Letters: N = S * B positions, n rows of a chunk, R rows that are worked on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,14 +21,14 @@ class Rows:
     def count(self) -> int:
         return self.positions if self.index is None else self.index.numel()
 
-    def chunks(self, size: int):
+    def chunks(self, size: int) -> Iterator[slice]:
         return (slice(i, min(i + size, self.count)) for i in range(0, self.count, size))
 
-    def take(self, values, chunk: slice):
+    def take(self, values: torch.Tensor, chunk: slice) -> torch.Tensor:
         """values [N, ...] -> [n, ...]"""
         return values[chunk] if self.index is None else values.index_select(0, self.index[chunk])
 
-    def put_(self, out, chunk: slice, values) -> None:
+    def put_(self, out: torch.Tensor, chunk: slice, values: torch.Tensor) -> None:
         if self.index is None:
             out[chunk] = values
         else:
@@ -40,7 +42,7 @@ class Saved:
     rows: int
     tensors: list = field(default_factory=list)  # [R, ...] each
 
-    def put_(self, chunk: slice, reading) -> None:
+    def put_(self, chunk: slice, reading: tuple[torch.Tensor, ...]) -> None:
         """reading: a tuple of tensors [n, ...]"""
         if not self.tensors:
             self.tensors = [x.new_empty(self.rows, *x.shape[1:]) for x in reading]
@@ -56,17 +58,19 @@ class Outputs:
     extras: tuple[torch.Tensor | None, ...]  # [N] each: lm_loss, student mass, teacher mass
 
     @classmethod
-    def blank(cls, rows: Rows, like, has_lm_loss: bool) -> "Outputs":
+    def blank(cls, rows: Rows, like: torch.Tensor, has_lm_loss: bool) -> "Outputs":
         zeros = [like.new_zeros(rows.positions) for _ in range(4)]
         return cls(zeros[0], (zeros[1] if has_lm_loss else None, *zeros[2:]))
 
-    def put_(self, rows: Rows, chunk: slice, loss, extras) -> None:
+    def put_(
+        self, rows: Rows, chunk: slice, loss: torch.Tensor, extras: tuple[torch.Tensor | None, ...]
+    ) -> None:
         rows.put_(self.loss, chunk, loss.detach())
         for out, value in zip(self.extras, extras, strict=True):
             if out is not None:
                 rows.put_(out, chunk, value.detach())
 
-    def hand_over(self, ctx):
+    def hand_over(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
         """What an autograd function returns: the loss, and the rest without gradient."""
         ctx.mark_non_differentiable(*(x for x in self.extras if x is not None))
         return self.loss, *self.extras

@@ -1,47 +1,51 @@
 """Distillation loss from logits that are there already, without a second tensor of their size.
 
-Both passes take a chunk of positions at a time and copy only that. With reuse_logits the gradient
-is written where the logits stood, so that the peak is the logits once plus a chunk.
+The forward pass copies a chunk of positions at a time, into one buffer; the backward pass forms the
+gradient where it stays. With reuse_logits that is where the logits stood, so that the peak is the
+logits once plus a chunk.
 
 Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, K support, C
-    chunk.
+chunk.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.dense import check_logits
 from megatron_kd.losses.elementwise import accumulation_dtype
 from megatron_kd.losses.rows import Outputs, Saved
-from megatron_kd.losses.target import Divergence, TopKTarget
+from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import Reading, VocabShard
 
 
 def sparse_chunked_kd_loss(
-    logits,
+    logits: torch.Tensor,
     target: TopKTarget,
     *,
-    chunk_size=1024,
-    reuse_logits=False,
-    objective="forward_kl",
-    tail="none",
-    temperature=1.0,
-    temperature_squared=False,
-    beta=0.5,
-    labels=None,
-    ce_weight=0.0,
-    vocab_size=None,
-    tp_group=None,
-    return_metrics=False,
-):
+    chunk_size: int = 1024,
+    reuse_logits: bool = False,
+    objective: Objective = "forward_kl",
+    tail: Tail = "none",
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    beta: float = 0.5,
+    labels: torch.Tensor | None = None,
+    ce_weight: float = 0.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    return_metrics: bool = False,
+) -> LossResult:
     """Per-token divergence from a truncated teacher, in nats, from logits, chunk by chunk.
 
     Args:
         logits: [S, B, Vp], as for `dense_kd_loss`.
         target: The teacher's K tokens per position, see `TopKTarget`.
-        chunk_size: Sequence positions per chunk. Transient memory is about chunk_size * B * Vp * 4
-            bytes.
+        chunk_size: Sequence positions per chunk. Transient memory is chunk_size * B * Vp
+            logits.
         reuse_logits: The backward pass writes the gradient into the logits' own memory. Only for
             logits that nobody reads afterwards; whoever does gets an error from autograd, or the
             gradient. The forward pass never changes them.
@@ -73,14 +77,17 @@ def sparse_chunked_kd_loss(
 
 class _SparseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, loss: TopKLoss, chunk_rows: int, reuse: bool):
+    def forward(
+        ctx: Any, logits: torch.Tensor, loss: TopKLoss, chunk_rows: int, reuse: bool
+    ) -> tuple[torch.Tensor | None, ...]:
         dtype = accumulation_dtype(logits.dtype)
         rows, valid = loss.rows, loss.shard.valid
         outputs = Outputs.blank(rows, logits.new_empty(0, dtype=dtype), loss.labels is not None)
         saved = Saved(rows.count)
+        buffer = logits.new_empty(min(chunk_rows, rows.count), valid)
         for part in rows.chunks(chunk_rows):
-            chunk = loss.open(part)
-            reading = chunk.read_(logits[part, :valid].to(dtype, copy=True))
+            chunk, z = loss.open(part), buffer[: part.stop - part.start]
+            reading = chunk.read_(z.copy_(logits[part, :valid]))
             outputs.put_(rows, part, *chunk.evaluate(reading))
             saved.put_(part, reading)
         ctx.save_for_backward(logits, *saved.tensors)
@@ -89,15 +96,18 @@ class _SparseLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream, *_):
+    def backward(
+        ctx: Any, upstream: torch.Tensor, *_: Any
+    ) -> tuple[torch.Tensor, None, None, None]:
         logits, *saved = ctx.saved_tensors
         loss, valid = ctx.loss, ctx.loss.shard.valid
         out = logits if ctx.reuse else torch.empty_like(logits)
         for part in loss.rows.chunks(ctx.chunk_rows):
             chunk, reading = loss.open(part), Reading(*(x[part] for x in saved))
-            z = logits[part, :valid].to(reading.m.dtype, copy=True)
+            z = out[part, :valid]
+            if not ctx.reuse:
+                z.copy_(logits[part, :valid])
             chunk.resume_(z)
             chunk.differentiate_(z, reading, upstream[part])
-            out[part, :valid] = z
             out[part, valid:] = 0
         return out, None, None, None

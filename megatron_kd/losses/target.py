@@ -4,12 +4,13 @@ Letters: S sequence, B micro-batch, K support, n = S * B rows.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-OBJECTIVES = ("forward_kl", "reverse_kl", "jsd")
-TAILS = ("none", "renormalise", "bucket")
+Objective: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
+Tail: TypeAlias = Literal["none", "renormalise", "bucket"]
+OBJECTIVES, TAILS = get_args(Objective), get_args(Tail)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TopKTarget:
     logprobs: torch.Tensor
     log_z_tau: torch.Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.ids.dim() != 3 or self.ids.shape != self.logprobs.shape:
             raise ValueError(
                 "TopKTarget wants ids and logprobs of one shape [S, B, K]; got "
@@ -62,9 +63,9 @@ class TopKTarget:
 class Divergence:
     """Which loss to form: the keywords that every function of this package shares, checked."""
 
-    objective: str = "forward_kl"
+    objective: Objective = "forward_kl"
     """forward_kl, reverse_kl or jsd."""
-    tail: str = "none"
+    tail: Tail = "none"
     """What happens to the teacher mass off the support: none, renormalise or bucket."""
     temperature: float = 1.0
     """Divides both models' logits."""
@@ -75,7 +76,7 @@ class Divergence:
     ce_weight: float = 0.0
     """alpha in (1 - alpha) * divergence + alpha * cross-entropy."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in (("objective", OBJECTIVES), ("tail", TAILS)):
             value = getattr(self, name)
             if value not in allowed:
@@ -114,3 +115,7 @@ class KDMetrics(NamedTuple):
     lm_loss: torch.Tensor | None
     student_mass: torch.Tensor
     teacher_mass: torch.Tensor
+
+
+LossResult: TypeAlias = torch.Tensor | tuple[torch.Tensor, KDMetrics]
+"""What every loss returns: [S, B], or a pair with return_metrics."""

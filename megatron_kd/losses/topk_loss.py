@@ -4,22 +4,25 @@ Whoever has the logits of a chunk (`dense`, `sparse_chunked`, `fused_head`) open
 lets it read the logits, and gets losses and, in place of the logits, their gradient.
 
 Letters: S sequence, B micro-batch, N = S * B positions, n rows of a chunk, K support, T
-    temperatures.
+temperatures.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_kd.losses.elementwise import keeps_exponentials
 from megatron_kd.losses.objectives import cross_entropy, divergence, teacher_terms
 from megatron_kd.losses.rows import Rows
-from megatron_kd.losses.target import Divergence, KDMetrics, TopKTarget
+from megatron_kd.losses.target import Divergence, KDMetrics, LossResult, TopKTarget
 from megatron_kd.losses.vocab_parallel import (
     Reading,
     VocabShard,
     cut_,
     localise,
     read_,
+    read_exponentials_,
     write_gradient_,
 )
 
@@ -37,7 +40,15 @@ class TopKLoss:
     labels: torch.Tensor | None  # [N]
 
     @classmethod
-    def of(cls, options, shard, target: TopKTarget, labels, shape, index=None) -> "TopKLoss":
+    def of(
+        cls,
+        options: Divergence,
+        shard: VocabShard,
+        target: TopKTarget,
+        labels: torch.Tensor | None,
+        shape: Sequence[int],
+        index: torch.Tensor | None = None,
+    ) -> "TopKLoss":
         """shape: the leading [S, B] of the student's tensor, which target and labels must share."""
         options.check_target(target, labels)
         check_positions("target", target.ids.shape[:2], shape)
@@ -72,8 +83,8 @@ class TopKLoss:
 class TopKChunk:
     """n rows of a `TopKLoss`."""
 
-    def __init__(self, loss: TopKLoss, chunk: slice):
-        def take(values):
+    def __init__(self, loss: TopKLoss, chunk: slice) -> None:
+        def take(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else loss.rows.take(values, chunk)
 
         self.loss = loss
@@ -81,30 +92,42 @@ class TopKChunk:
         self.log_z_tau, self.labels = take(loss.log_z_tau), take(loss.labels)
         keep = (self.ids >= 0) & (self.logprobs != float("-inf"))
         self.columns = localise(self.ids, self.labels, keep, loss.shard)
+        self.own: torch.Tensor | None = None  # set where z was left as exponentials
 
-    def read_(self, z) -> Reading:
-        """z [n, valid] logits; the support is cut out of them."""
-        return read_(z, self.columns, self.loss.inverse_taus, self.loss.shard)
+    def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> Reading:
+        """z [n, valid] logits; the support is cut out of them.
 
-    def resume_(self, z) -> None:
+        then_differentiate: `differentiate_` follows with z as this leaves it.
+        """
+        taus, shard = self.loss.inverse_taus, self.loss.shard
+        if then_differentiate and keeps_exponentials(z, taus):
+            reading, self.own = read_exponentials_(z, self.columns, taus[0], shard)
+            return reading
+        return read_(z, self.columns, taus, shard)
+
+    def resume_(self, z: torch.Tensor) -> None:
         """Bring the logits of a chunk that was read before to where `read_` left them."""
         cut_(z, self.columns)
 
-    def evaluate(self, reading: Reading):
+    def evaluate(self, reading: Reading) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """loss [n], and what is reported: lm_loss, student and teacher mass, [n] each."""
         return self._evaluate(reading.gathered, reading.log_r)
 
-    def differentiate_(self, z, reading: Reading, upstream):
+    def differentiate_(
+        self, z: torch.Tensor, reading: Reading, upstream: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The same, and z becomes its gradient under upstream [n]."""
         with torch.enable_grad():
             gathered = reading.gathered.detach().requires_grad_()
             log_r = reading.log_r.detach().requires_grad_()
             loss, extras = self._evaluate(gathered, log_r)
             pulled = torch.autograd.grad(loss, (gathered, log_r), upstream.to(loss.dtype))
-        write_gradient_(z, reading, self.columns, *pulled, self.loss.inverse_taus)
+        write_gradient_(z, reading, self.columns, *pulled, self.loss.inverse_taus, self.own)
         return loss.detach(), extras
 
-    def _evaluate(self, gathered, log_r):
+    def _evaluate(
+        self, gathered: torch.Tensor, log_r: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         options, k = self.loss.options, self.columns.support
         z_s = gathered[:, :k]
         teacher = teacher_terms(self.ids, self.logprobs, self.log_z_tau, options, gathered.dtype)
@@ -117,13 +140,13 @@ class TopKChunk:
         return loss, (lm_loss, student.q.sum(-1), teacher.mass)
 
 
-def inverse_temperatures(options: Divergence, labels) -> tuple[float, ...]:
+def inverse_temperatures(options: Divergence, labels: torch.Tensor | None) -> tuple[float, ...]:
     """The temperatures at which normalisers are needed: cross-entropy is at 1 always."""
     tau = options.temperature
     return (1 / tau,) if tau == 1 or labels is None else (1 / tau, 1.0)
 
 
-def check_positions(name, got, shape) -> None:
+def check_positions(name: str, got: Sequence[int], shape: Sequence[int]) -> None:
     if tuple(got) != tuple(shape):
         raise ValueError(
             f"{name} is for [S, B] = {list(got)}, the student for {list(shape)}; all are sequence "
@@ -131,7 +154,9 @@ def check_positions(name, got, shape) -> None:
         )
 
 
-def check_labels(labels, shape, shard: VocabShard):
+def check_labels(
+    labels: torch.Tensor | None, shape: Sequence[int], shard: VocabShard
+) -> torch.Tensor | None:
     """Flattened, or None."""
     if labels is None:
         return None
@@ -142,7 +167,7 @@ def check_labels(labels, shape, shard: VocabShard):
     return labels.flatten()
 
 
-def check_index(index):
+def check_index(index: torch.Tensor | None) -> torch.Tensor | None:
     if index is not None and (index.dim() != 1 or index.dtype != torch.int64):
         raise ValueError(
             "supervised_index wants int64 [n], rows of the flattened [S * B] positions; got "
@@ -151,7 +176,9 @@ def check_index(index):
     return index
 
 
-def finish(outputs, shape, return_metrics: bool):
+def finish(
+    outputs: Sequence[torch.Tensor | None], shape: Sequence[int], return_metrics: bool
+) -> LossResult:
     """From the flat tensors of an autograd function to [S, B], with the metrics where asked for."""
     outputs = [None if x is None else x.view(shape) for x in outputs]
     return (outputs[0], KDMetrics(*outputs[1:])) if return_metrics else outputs[0]

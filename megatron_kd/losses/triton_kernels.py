@@ -7,6 +7,7 @@ Letters: n rows, Vp this rank's vocabulary, T temperatures (one or two).
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -21,12 +22,14 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _arguments(z, inverse_taus):
+def _arguments(z: torch.Tensor, inverse_taus: tuple[float, ...]) -> tuple[Any, ...]:
     other = inverse_taus[1] if len(inverse_taus) == 2 else inverse_taus[0]
     return z, z.stride(0), inverse_taus[0], other
 
 
-def max_and_sums(z, inverse_taus):
+def max_and_sums(
+    z: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     if z.dtype == torch.float64:
         return eager_kernels.max_and_sums(z, inverse_taus)
     from megatron_kd.losses.triton_source import read_rows
@@ -46,7 +49,9 @@ def max_and_sums(z, inverse_taus):
     return m, sums
 
 
-def to_gradient_(z, m, scales, inverse_taus):
+def to_gradient_(
+    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+) -> torch.Tensor:
     if z.dtype == torch.float64:
         return eager_kernels.to_gradient_(z, m, scales, inverse_taus)
     from megatron_kd.losses.triton_source import write_rows

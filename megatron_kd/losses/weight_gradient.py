@@ -25,7 +25,9 @@ class WeightGradient:
     gradient_accumulation_fusion, `get_main_grad()` for Megatron-FSDP included.
     """
 
-    def __init__(self, weight, valid: int, *, fuse: bool, into_main_grad: bool):
+    def __init__(
+        self, weight: torch.Tensor, valid: int, *, fuse: bool, into_main_grad: bool
+    ) -> None:
         dtype = accumulation_dtype(weight.dtype)
         self.weight, self.valid, self.fuse = weight, valid, fuse
         main_grad = main_grad_of(weight) if fuse else None
@@ -33,7 +35,7 @@ class WeightGradient:
         self.total = main_grad if self.is_main_grad else torch.empty_like(weight, dtype=dtype)
         self.started = self.is_main_grad  # the first product overwrites memory that holds nothing
 
-    def add_(self, dz, h) -> None:
+    def add_(self, dz: torch.Tensor, h: torch.Tensor) -> None:
         """dz [n, valid], h [n, D]"""
         total, beta = self.total[: self.valid], float(self.started)
         self.started = True
@@ -50,7 +52,7 @@ class WeightGradient:
                 else:
                     total[i : i + rows] = part
 
-    def finish(self, scale=None):
+    def finish(self, scale: torch.Tensor | None = None) -> torch.Tensor | None:
         """What autograd gets: the sum in the weight's dtype, or the host's dummy."""
         if not self.started:
             self.total.zero_()
@@ -65,7 +67,7 @@ class WeightGradient:
         return fused_dummy(self.weight)
 
 
-def main_grad_of(weight):
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor:
     """The host's gradient buffer of a parameter."""
     if hasattr(weight, "get_main_grad"):
         return weight.get_main_grad()
@@ -77,7 +79,7 @@ def main_grad_of(weight):
     return weight.main_grad
 
 
-def fused_dummy(weight):
+def fused_dummy(weight: torch.Tensor) -> torch.Tensor | None:
     """What autograd gets when main_grad has it: Megatron's hooks want a tensor and a flag."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

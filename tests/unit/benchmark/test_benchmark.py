@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_kd.benchmark import implementations, measure, sweep
 from megatron_kd.benchmark.config import BenchmarkConfig, read_config
@@ -106,13 +107,32 @@ def test_shards_are_rows_of_one_weight():
     assert torch.equal(shard.weight, whole[rows:])
 
 
-def test_bare_products_are_three_products(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch, "mm", lambda a, b, out: calls.append((a.shape, b.shape, out.shape)))
-    implementations.bare_products(small_inputs())
-    flops = sum(2 * a[0] * a[1] * b[1] for a, b, _ in calls)
-    assert flops == 3 * 2 * 40 * 8 * 64
-    assert len(calls) == 3 * 3  # chunks of 16, 16 and 8
+class Products(TorchDispatchMode):
+    """Sizes (rows, inner, columns) of the matrix products, and what each wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.written = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            left, right = args[-2:]
+            self.sizes.append((left.shape[0], left.shape[1], right.shape[1]))
+            self.written[result.data_ptr()] = result
+        return result
+
+
+def test_bare_products_are_three_products_and_give_whole_gradients():
+    """With dz = logits, dH = H W^T W and dW = (H W^T)^T H."""
+    inputs = small_inputs()
+    with Products() as products:
+        implementations.bare_products(inputs)
+    assert sum(2 * m * k * n for m, k, n in products.sizes) == 3 * 2 * 40 * 8 * 64
+    assert len(products.sizes) == 3 * 3  # chunks of 16, 16 and 8
+    h, w = inputs.hidden.detach().squeeze(1), inputs.weight.detach()
+    (d_weight,) = (x for x in products.written.values() if x.shape == w.shape)
+    torch.testing.assert_close(d_weight, (h @ w.T).T @ h, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["in_forward", "recompute", "dense"])

@@ -39,6 +39,11 @@ def chunk_beyond_end():
     return make_case(chunk_size=1000, padding=5, vocab=58)
 
 
+def whole_pages():
+    """Rows of whole pages of memory, which the fused heads keep apart."""
+    return make_case(positions=5, batch=1, vocab=1024)
+
+
 def one_kept():
     return make_case(support=1)
 
@@ -102,6 +107,7 @@ CASES = (
     first_column,
     chunk_of_one,
     chunk_beyond_end,
+    whole_pages,
     one_kept,
     all_kept,
     support_far_above,

@@ -18,6 +18,7 @@ from megatron_kd.losses import (
     triton_kernels,
 )
 from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+from megatron_kd.losses.fused_head import row_gap
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
@@ -53,6 +54,42 @@ def check_against_definition(kernels, dtype, columns, inverse_taus):
     kernels.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus)
     rtol = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(z.double(), want, rtol=rtol, atol=1e-6)
+
+
+def check_exponentials(kernels, dtype, columns, inverse_tau):
+    z = make_logits(dtype, columns)
+    exact = z.to(torch.float64, copy=True)
+    m, sums = kernels.exponentials_(z, inverse_tau)
+    assert torch.equal(m.double(), exact.amax(-1))
+    shift = torch.where(m == float("-inf"), 0.0, m).double().unsqueeze(-1)
+    want = ((exact - shift) * inverse_tau).exp()
+    torch.testing.assert_close(z.double(), want, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(sums.double(), want.sum(-1).unsqueeze(0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("inverse_tau", [1.0, 2.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_eager_exponentials(dtype, inverse_tau, monkeypatch):
+    for block_bytes in (1, 100_000, 1 << 30):
+        monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", block_bytes)
+        check_exponentials(eager_kernels, dtype, 4999, inverse_tau)
+
+
+def test_rows_of_a_chunk_are_kept_apart_where_they_would_collide():
+    cpu = torch.device("cpu")
+    assert row_gap(32768, torch.float32, cpu) == 64
+    assert row_gap(1024, torch.float64, cpu) == 32
+    assert row_gap(32767, torch.float32, cpu) == 0
+    assert row_gap(32768, torch.bfloat16, cpu) == 0
+    assert row_gap(32768, torch.float32, torch.device("cuda")) == 0
+
+
+def test_exponentials_are_kept_only_where_they_are_exact():
+    assert elementwise.keeps_exponentials(torch.zeros(2, 3), (0.5,))
+    assert not elementwise.keeps_exponentials(torch.zeros(2, 3), (0.5, 1.0))
+    assert not elementwise.keeps_exponentials(torch.zeros(2, 3, dtype=torch.bfloat16), (1.0,))
+    with elementwise.use_backend("triton"):
+        assert not elementwise.keeps_exponentials(torch.zeros(2, 3), (1.0,))
 
 
 @pytest.mark.parametrize("inverse_taus", TEMPERATURES, ids=str)

@@ -75,11 +75,13 @@ def test_memory_does_not_grow_with_the_sequence():
     assert long - short <= 0.15 * 4 * 64 * V
 
 
-def test_lent_logits_are_the_only_tensor_of_their_size():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lent_logits_are_the_only_tensor_of_their_size(dtype):
+    """Above the logits: one chunk, and a gradient of their size only where none may be lent."""
     positions, chunk_size = 512, 32
     _, _, target = make_inputs(positions, torch.float32)
-    leaf = torch.randn(positions, 1, V, requires_grad=True)
-    whole = leaf.numel() * 4
+    leaf = torch.randn(positions, 1, V).to(dtype).requires_grad_()
+    whole = leaf.numel() * leaf.element_size()
 
     def peak(reuse):
         logits = leaf * 1
@@ -92,8 +94,9 @@ def test_lent_logits_are_the_only_tensor_of_their_size():
             return peak_bytes(run)
 
     chunk = 4 * chunk_size * V
-    assert peak(True) <= 2.1 * chunk
-    assert whole <= peak(False) <= whole + 2.1 * chunk
+    # the eager passes take scratch of half a chunk, and a 16-bit block is widened
+    assert peak(True) <= 1.8 * chunk
+    assert whole <= peak(False) <= whole + 1.1 * chunk
 
 
 def options(**more):
