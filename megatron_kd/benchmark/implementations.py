@@ -41,13 +41,16 @@ class Implementation:
     missing: Callable[[torch.device], str | None] = lambda device: None
     """Why it cannot run on a device here, or None."""
     ours: bool = True
+    backend: str | None = None
+    """Of the elementwise work. None: what a user gets; eager: what the host's CPU backend gets,
+    which turns the compiler off."""
 
 
 def bare_products(inputs: Inputs) -> None:
     """logits = H W^T, dH = dz W and dW = sum of dz^T H over chunks, with nothing in between.
 
-    The least that yields both gradients: every buffer is taken once, not per chunk, and dW is summed
-    inside the product.
+    The least that yields both gradients: every buffer is taken once, not per chunk, and dW is
+    summed inside the product.
     """
     hidden, weight = inputs.hidden.detach().squeeze(1), inputs.weight.detach()
     logits = hidden.new_empty(min(inputs.chunk_tokens, len(hidden)), len(weight))
@@ -170,6 +173,20 @@ def _implementations() -> dict[str, Implementation]:
             quantity="topk",
             products=3,
             mean_loss=fused("in_forward"),
+        ),
+        "recompute_eager": make(
+            title="fused_chunked, recompute, eager",
+            quantity="topk",
+            products=4,
+            mean_loss=fused("recompute"),
+            backend="eager",
+        ),
+        "in_forward_eager": make(
+            title="fused_chunked, in_forward, eager",
+            quantity="topk",
+            products=3,
+            mean_loss=fused("in_forward"),
+            backend="eager",
         ),
         "auto": make(
             title="fused_chunked, all auto",

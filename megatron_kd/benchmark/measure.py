@@ -3,6 +3,7 @@
 Letters: S sequence, D hidden, V vocabulary, Vp this rank's vocabulary.
 """
 
+import contextlib
 import time
 
 import torch
@@ -12,6 +13,7 @@ from megatron_kd.benchmark.config import DTYPES, Case
 from megatron_kd.benchmark.implementations import IMPLEMENTATIONS, REFERENCES, Implementation
 from megatron_kd.benchmark.inputs import Inputs
 from megatron_kd.benchmark.memory import peak_bytes
+from megatron_kd.losses import elementwise
 
 # The comparison runs on the first positions, in chunks that do not divide them.
 CHECK_TOKENS, CHECK_CHUNK_TOKENS = 160, 64
@@ -40,9 +42,11 @@ def make_inputs(case: Case, group=None, **changes) -> Inputs:
 def step(implementation: Implementation, inputs: Inputs):
     """One forward and backward pass; the loss [] or None."""
     inputs.clear_gradients()
-    loss = implementation.mean_loss(inputs)
-    if loss is not None:
-        loss.backward()
+    backend = implementation.backend
+    with elementwise.use_backend(backend) if backend else contextlib.nullcontext():
+        loss = implementation.mean_loss(inputs)
+        if loss is not None:
+            loss.backward()
     return loss
 
 

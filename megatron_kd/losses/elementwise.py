@@ -26,7 +26,17 @@ from megatron_kd.losses import compiled_kernels, eager_kernels, triton_kernels
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
 from megatron_kd.losses.target import Divergence
 
-__all__ = ["NEG_INF", "accumulation_dtype", "max_and_sums", "to_gradient_", "use_backend"]
+__all__ = [
+    "NEG_INF",
+    "accumulation_dtype",
+    "exponentials_",
+    "full_gradient_",
+    "full_sums",
+    "keeps_exponentials",
+    "max_and_sums",
+    "to_gradient_",
+    "use_backend",
+]
 
 BACKENDS = {
     "eager": eager_kernels,
