@@ -197,8 +197,11 @@ class ShardWriter:
 
 
 def publish_entry(folder: Path, entry: ShardEntry) -> None:
-    name = Path(entry.file).with_suffix(".json").name
-    publish(folder / ENTRY_FOLDER / name, canonical_json(entry.as_dict()).encode())
+    publish(_entry_file(folder, entry), canonical_json(entry.as_dict()).encode())
+
+
+def _entry_file(folder: Path, entry: ShardEntry) -> Path:
+    return folder / ENTRY_FOLDER / Path(entry.file).with_suffix(".json").name
 
 
 def publish_manifest(
@@ -244,7 +247,9 @@ def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
     (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
     publish(folder / SPEC_NAME, canonical_json(spec.as_dict()).encode())
     for entry in entries:
-        if entry.shard not in without:
+        if entry.shard in without:  # one may be left of a writer killed after its manifest
+            _entry_file(folder, entry).unlink(missing_ok=True)
+        else:
             publish_entry(folder, entry)
     (folder / BACKUP_NAME).unlink(missing_ok=True)
     manifest.unlink()

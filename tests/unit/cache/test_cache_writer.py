@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -311,6 +312,16 @@ def test_reopening_keeps_sound_shards(tmp_path):
     )
     publish_manifest(path, samples=12)
     assert directory_bytes(path) == before
+
+
+def test_reopening_believes_no_entry_left_by_a_killed_writer(tmp_path, monkeypatch):
+    """It died after its manifest and before it took the entries away."""
+    monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+    path = write_cache(tmp_path / "c", make_samples(count=12))
+    monkeypatch.undo()
+    assert list((path / "finished").glob("shard-*.json"))
+    reopen(path, without=[1])
+    assert 1 not in finished_shards(path) and 0 in finished_shards(path)
 
 
 def test_a_full_disk_leaves_no_trace_of_the_shard(tmp_path, monkeypatch):
