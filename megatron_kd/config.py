@@ -90,9 +90,6 @@ class DataConfig:
     num_workers: int = 2
     """Loader processes per rank; 0 loads in the training process."""
 
-    allow_unsupervised_samples: bool = False
-    """Accept samples in which nothing is supervised. They cost time and teach nothing."""
-
     def __post_init__(self):
         if self.num_workers < 0:
             raise ConfigError(f"data.num_workers must be 0 or more, not {self.num_workers}")

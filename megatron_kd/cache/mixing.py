@@ -116,6 +116,11 @@ class MixedReader:
             hidden=sample.hidden if self._hidden else None,
         )
 
+    def cu_seqlens(self, index: int) -> np.ndarray:
+        """[documents + 1] int32, without decoding rows."""
+        source, local = self.locate(index)
+        return self.readers[source].cu_seqlens(local)
+
     def close(self) -> None:
         for reader in self.readers:
             reader.close()

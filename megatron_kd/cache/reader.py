@@ -180,6 +180,11 @@ class CacheReader:
         shard, local = self._locate(index)
         return shard.tokens(local)
 
+    def cu_seqlens(self, index: int) -> np.ndarray:
+        """[documents + 1] int32, without decoding rows."""
+        shard, local = self._locate(index)
+        return shard.cu_seqlens(local)
+
     def close(self) -> None:
         """Unmaps all shards; the reader opens them again when used."""
         self._forget()

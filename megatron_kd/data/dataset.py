@@ -4,7 +4,7 @@
 S: sequence length the model trains on; K: cached support. A stored sample has n ≤ S + 1 tokens; row
     t concerns
 `tokens[t + 1]`, so it pairs with Megatron's `labels[t]`, and nothing has to be shifted but the
-labels themselves.
+labels themselves. D: documents of a sample.
 """
 
 from collections import OrderedDict
@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
+from megatron_kd.data.document_layout import DocumentLayout, position_ids
 
 PAD_TOKEN = 0
 """Fills positions past a sample's end. They are masked, and causal attention keeps them from every
@@ -40,10 +42,15 @@ class DistillDataset(torch.utils.data.Dataset):
 
         temperature: The loss's τ; where the cache holds the teacher's normaliser at it, items carry
             it.
+        hidden_states: Items carry the teacher's last hidden state, which the cache must hold.
+        documents_apart: Lay the documents of a sample out for attention that keeps them apart
+            (`DocumentLayout`); otherwise a sample is one text.
+        document_multiple: What each of them is padded to a multiple of.
 
     Items are mappings of tensors: tokens, labels, position_ids [S] int64, loss_mask [S] fp32,
-    sample_index [1] int64 and, from a cache, topk_ids [S, K] int32 (−1 where nothing is stored) and
-    topk_logprobs [S, K] fp32, nats (−inf).
+    sample_index [1] int64; from a cache, topk_ids [S, K] int32 (−1 where nothing is stored),
+    topk_logprobs [S, K] fp32, nats (−inf), and teacher_hidden [S, H] fp16 or fp32 (0); with
+    documents apart, cu_seqlens [D + 1] int32, from 0 to S, one length per sample.
     """
 
     def __init__(
@@ -56,6 +63,9 @@ class DistillDataset(torch.utils.data.Dataset):
         seed: int = 0,
         period: int | None = None,
         temperature: float = 1.0,
+        hidden_states: bool = False,
+        documents_apart: bool = False,
+        document_multiple: int = 1,
     ):
         if len(source) == 0:
             raise ValueError("the source holds no samples; prepare or capture some first")
@@ -66,6 +76,9 @@ class DistillDataset(torch.utils.data.Dataset):
         self.seed = seed
         self.period = period
         self.temperature = temperature
+        self.hidden_states = hidden_states
+        self.documents_apart = documents_apart
+        self.document_multiple = document_multiple
         self._orders = OrderedDict()
 
     def __len__(self) -> int:
@@ -84,30 +97,43 @@ class DistillDataset(torch.utils.data.Dataset):
         index = self.sample_index(item)
         sample = self.source[index]
         S, n = self.sequence_length, len(sample.tokens)
-        if n > S + 1:
+        rows = places = slice(0, n - 1)
+        bounds, end = None, n - 1
+        if self.documents_apart:
+            layout = DocumentLayout.of(sample.cu_seqlens, self.document_multiple)
+            rows, places, end = layout.rows, layout.places, int(layout.bounds[-1])
+            bounds = layout.filled(S) if end <= S else None
+        if end > S:
             raise ValueError(
-                f"sample {index} has {n} tokens, but the model's sequence length is {S}, which "
-                f"takes {S + 1}; "
-                "set bridge.model.seq_length to the prepared data's, or prepare again with a "
+                f"sample {index} has {n} tokens and needs {end} positions, but the model's "
+                f"sequence length is {S}; raise bridge.model.seq_length, or prepare again with a "
                 "shorter --seq-length"
             )
-        tokens = np.full(S + 1, PAD_TOKEN, dtype=np.int64)
-        tokens[:n] = sample.tokens
-        loss_mask = np.zeros(S, dtype=np.float32)
-        loss_mask[: n - 1] = sample.loss_mask[: n - 1]
+
+        def spread(values, filler, dtype):
+            """values [n, …] of the sample → [S, …], row t where tokens[t] is an input."""
+            out = np.full((S, *values.shape[1:]), filler, dtype)
+            out[places] = values[rows]
+            return torch.from_numpy(out)
+
+        labels = np.append(sample.tokens[1:], PAD_TOKEN)
         item = {
-            "tokens": torch.from_numpy(tokens[:-1]),
-            "labels": torch.from_numpy(tokens[1:]),
+            "tokens": spread(sample.tokens, PAD_TOKEN, np.int64),
+            "labels": spread(labels, PAD_TOKEN, np.int64),
             "position_ids": torch.arange(S, dtype=torch.int64),
-            "loss_mask": torch.from_numpy(loss_mask),
+            "loss_mask": spread(sample.loss_mask, 0, np.float32),
             "sample_index": torch.tensor([index], dtype=torch.int64),
         }
+        if bounds is not None:
+            item["position_ids"] = torch.from_numpy(position_ids(bounds))
+            item["cu_seqlens"] = torch.from_numpy(bounds)
         if hasattr(sample, "topk_ids"):
-            item |= _support(sample, S, n)
+            item["topk_ids"] = spread(sample.topk_ids, -1, np.int32)
+            item["topk_logprobs"] = spread(sample.topk_logprobs, -np.inf, np.float32)
             if self.temperature != 1.0 and self.temperature in sample.log_z:
-                log_z = np.zeros(S, dtype=np.float32)
-                log_z[: n - 1] = sample.log_z[self.temperature][: n - 1]
-                item["log_z_tau"] = torch.from_numpy(log_z)
+                item["log_z_tau"] = spread(sample.log_z[self.temperature], 0, np.float32)
+        if self.hidden_states:
+            item["teacher_hidden"] = spread(sample.hidden, 0, sample.hidden.dtype)
         return item
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -118,12 +144,3 @@ class DistillDataset(torch.utils.data.Dataset):
             if len(self._orders) > 2:  # an epoch and the one before it, at its border
                 self._orders.popitem(last=False)
         return self._orders[epoch]
-
-
-def _support(sample, S: int, n: int) -> dict[str, torch.Tensor]:
-    K = sample.topk_ids.shape[1]
-    ids = np.full((S, K), -1, dtype=np.int32)
-    logprobs = np.full((S, K), -np.inf, dtype=np.float32)
-    ids[: n - 1] = sample.topk_ids[: n - 1]
-    logprobs[: n - 1] = sample.topk_logprobs[: n - 1]
-    return {"topk_ids": torch.from_numpy(ids), "topk_logprobs": torch.from_numpy(logprobs)}

@@ -44,6 +44,12 @@ class DocumentLayout:
             bounds=bounds.astype(np.int32),
         )
 
+    @staticmethod
+    def positions(cu_seqlens: np.ndarray, multiple: int = 1) -> int:
+        """How long a sequence must be to hold a sample: what `of` would give as bounds[-1]."""
+        inputs = np.diff(cu_seqlens) - 1
+        return int((-(-inputs // multiple)).sum()) * multiple
+
     def filled(self, S: int) -> np.ndarray:
         """The bounds of a whole sequence of S positions; what is left over is a document of its
         own, all padding. [D + 1] or [D + 2] int32.

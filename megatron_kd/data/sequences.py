@@ -90,6 +90,10 @@ class SequenceReader:
             cu_seqlens=np.asarray(tensors["document_bounds"][first:last]),
         )
 
+    def cu_seqlens(self, index: int) -> np.ndarray:
+        """[documents + 1] int32 of one sequence."""
+        return self[index].cu_seqlens
+
     def check(self) -> None:
         """Compares every shard with its checksum.
 

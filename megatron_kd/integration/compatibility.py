@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from megatron_kd.config import DistillConfig
+from megatron_kd.data.document_layout import DocumentLayout
 from megatron_kd.typed_mapping import ConfigError
 
 IDENTITY = "run_identity.json"
@@ -36,12 +37,16 @@ def check(config: DistillConfig, container) -> None:
         raise ConfigError(
             "data.dataloader=cyclic always shuffles; use single, or set data.shuffle=true"
         )
+    _check_virtual_pipeline(config, container.model)
     train = container.dataset.open("train")
     if container.dataset.evaluation_samples:
         container.dataset.open("validation")
     _check_vocabulary(config, train, container.model.vocab_size)
-    _check_sequence_length(config, train, container.model.seq_length)
-    _check_packing(train)
+    if container.dataset.documents_apart:
+        _check_documents(train, container)
+    else:
+        _check_sequence_length(config, train, container.model.seq_length)
+    _check_shares(container.model)
     _check_temperature(config, train)
     if config.data.dataloader == "cyclic":
         _check_cyclic(len(train), container.train)
@@ -114,12 +119,57 @@ def _check_sequence_length(config: DistillConfig, source, model_length: int) -> 
         )
 
 
-def _check_packing(source) -> None:
-    if source.manifest.get("packing") == "block":
+def _check_virtual_pipeline(config: DistillConfig, model) -> None:
+    if not model.virtual_pipeline_model_parallel_size:
+        return
+    if config.data.dataloader == "batch":
         raise ConfigError(
-            "block-packed samples need attention that keeps documents apart, which the training "
-            "step does not "
-            "provide; prepare with --packing none or naive"
+            "a virtual pipeline reads every batch once for each chunk of the model, which the host "
+            "does not provide for with data.dataloader=batch; use single or cyclic"
+        )
+    if model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
+        # Both neighbours are one rank then, and the host's batched messages reach the wrong chunk.
+        raise ConfigError(
+            "with two pipeline stages the host exchanges the chunks of a virtual pipeline wrongly "
+            "unless bridge.model.overlap_p2p_comm=true and bridge.model.batch_p2p_comm=false; set "
+            "both, or use more stages"
+        )
+
+
+def _check_documents(source, container) -> None:
+    if container.train.micro_batch_size != 1:
+        raise ConfigError(
+            "attention that keeps the documents of block-packed samples apart takes one sample at "
+            f"a time: set bridge.train.micro_batch_size=1, not {container.train.micro_batch_size} "
+            "(pack longer sequences to fill the device)"
+        )
+    multiple, length = container.dataset.document_multiple, container.model.seq_length
+    needed, reason = data_sequence_length(source) or 0, "they were prepared for"
+    if multiple > 1:
+        counts = [
+            DocumentLayout.positions(source.cu_seqlens(i), multiple) for i in range(len(source))
+        ]
+        if max(counts) > needed:
+            needed = max(counts)
+            reason = f"they take when every document is padded to a multiple of {multiple}, which "
+            reason += "context parallelism asks for"
+    if length < needed:
+        raise ConfigError(
+            f"bridge.model.seq_length is {length}, less than the {needed} positions of the samples "
+            f"({reason}); set it to {-(-needed // multiple) * multiple}"
+        )
+
+
+def _check_shares(model) -> None:
+    """Ranks that share a sequence hold equal parts of it."""
+    shares = 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    if model.sequence_parallel:
+        shares *= model.tensor_model_parallel_size
+    if model.seq_length % shares:
+        raise ConfigError(
+            f"bridge.model.seq_length={model.seq_length} cannot be shared out equally under "
+            f"context_parallel_size={model.context_parallel_size} and sequence_parallel="
+            f"{str(bool(model.sequence_parallel)).lower()}; use a multiple of {shares}"
         )
 
 

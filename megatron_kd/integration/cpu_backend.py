@@ -254,6 +254,8 @@ def _replace_distributed() -> None:
     distributed = torch.distributed
     init_process_group, new_group = distributed.init_process_group, distributed.new_group
     barrier, scatter = distributed.barrier, distributed.scatter
+    all_gather, reduce_scatter = distributed.all_gather, distributed.reduce_scatter
+    all_to_all_single = distributed.all_to_all_single
 
     def gloo(backend):
         return "gloo" if backend is None or "nccl" in backend else backend
@@ -276,6 +278,36 @@ def _replace_distributed() -> None:
             scatter_list = [part.contiguous() for part in scatter_list]
         return scatter(tensor, scatter_list, *args, **kwargs)
 
+    def all_to_all_single_lists(
+        output, input, output_split_sizes=None, input_split_sizes=None, **kwargs
+    ):
+        # Core converts the split sizes on their way from a GPU, so from the CPU they stay tensors.
+        splits = [
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
+        ]
+        return all_to_all_single(output, input, *splits, **kwargs)
+
+    # Experts with tensor parallelism share uneven numbers of tokens, which gloo's own operations
+    # take for an error.
+    def all_gather_uneven(tensor_list, tensor, group=None, async_op=False):
+        if len({part.shape for part in tensor_list}) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[distributed.get_rank(group)].copy_(tensor)
+        for rank, part in enumerate(tensor_list):
+            distributed.broadcast(part, group=group, group_src=rank)
+
+    def reduce_scatter_uneven(output, input_list, op=distributed.ReduceOp.SUM, group=None, **kw):
+        if len({part.shape for part in input_list}) == 1:
+            return reduce_scatter(output, input_list, op=op, group=group, **kw)
+        total = torch.cat(input_list)
+        distributed.all_reduce(total, op=op, group=group)
+        sizes = [len(part) for part in input_list]
+        output.copy_(total.split(sizes)[distributed.get_rank(group)])
+
+    distributed.all_gather = all_gather_uneven
+    distributed.reduce_scatter = reduce_scatter_uneven
+    distributed.all_to_all_single = all_to_all_single_lists
     distributed.init_process_group = init_process_group_gloo
     distributed.new_group = new_group_gloo
     distributed.barrier = barrier_without_devices
@@ -286,6 +318,7 @@ def _replace_in_core() -> None:
     """Import Megatron-Core and answer the few names that bypass `torch.cuda`."""
     import megatron.core.tensor_parallel.random as core_random
     import megatron.core.transformer.attention as core_attention
+    import megatron.core.transformer.moe.moe_utils as core_moe
 
     def get_state(device="cuda", clone=False, graph_safe=False):
         return torch.get_rng_state()
@@ -296,6 +329,8 @@ def _replace_in_core() -> None:
     cpu_layers.install()
     core_random._get_cuda_rng_state = get_state
     core_random._set_cuda_rng_state = set_state
+    # The router asks whether it is None, but without Transformer Engine there is no such name.
+    core_moe.te_general_gemm = getattr(core_moe, "te_general_gemm", None)
     # Without Transformer Engine it is None, which isinstance refuses.
     if core_attention.TELinear is None:
         core_attention.TELinear = type("TELinear", (torch.nn.Module,), {})
@@ -322,4 +357,7 @@ def provider_settings() -> dict:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
     }

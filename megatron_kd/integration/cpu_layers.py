@@ -5,6 +5,8 @@ Engine's. Core's own PyTorch modules (its "local" layers) refuse all three. `ins
 
 - the norm marks its parameters, so that the host sums their gradients over the ranks that share a
   sequence;
+- linear layers find the product that accumulates into `main_grad` (gradient accumulation fusion);
+- heads for multi-token prediction are built of the same local layers;
 - the attention gathers keys and values over the context-parallel ranks (backward: reduce-scatter)
   and masks by position and by document. It keeps the whole [sq, sk] mask, so it is exact and slow.
 
@@ -30,14 +32,38 @@ _NORM_FIELDS = (
 
 def install() -> None:
     """Extend Core's classes in place; calling it again does nothing."""
+    import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+    import megatron.core.tensor_parallel.layers as linear_layers
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if getattr(DotProductAttention, "takes_context_parallelism", False):
         return
     DotProductAttention.takes_context_parallelism = True
+    layer_specs.get_gpt_mtp_block_spec = _with_local_layers(layer_specs.get_gpt_mtp_block_spec)
+    linear_layers._grad_accum_fusion_available = True
+    linear_layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_accumulate_weight_gradient,
+        wgrad_gemm_accum_fp16=_accumulate_weight_gradient,
+    )
     _extend_norm(WrappedTorchNorm)
     _extend_attention(DotProductAttention)
+
+
+def _with_local_layers(build_heads):
+    """Megatron-Bridge asks for Transformer Engine's layers in heads for multi-token prediction,
+    whatever the layers of the model are.
+    """
+
+    def build(config, spec, use_transformer_engine, **kwargs):
+        return build_heads(config, spec, use_transformer_engine=False, **kwargs)
+
+    return build
+
+
+def _accumulate_weight_gradient(layer_input, upstream, main_grad) -> None:
+    """layer_input [rows, in], upstream [rows, out], main_grad [out, in], in place."""
+    main_grad.add_((upstream.T @ layer_input).to(main_grad.dtype))
 
 
 def _extend_norm(norm_class) -> None:

@@ -33,9 +33,10 @@ class DistillDatasetProvider(DatasetProvider):
     check_checksums: bool = True
     shuffle: bool = True
     seed: int = 1234
-    allow_unsupervised_samples: bool = False
     evaluation_samples: int = 0
     temperature: float = 1.0
+    documents_apart: bool = False
+    document_multiple: int = 1
     skip_getting_attention_mask_from_dataset: bool = True
 
     def build_datasets(self, context: DatasetBuildContext):
@@ -67,6 +68,8 @@ class DistillDatasetProvider(DatasetProvider):
             seed=self.seed,
             period=period,
             temperature=self.temperature,
+            documents_apart=self.documents_apart,
+            document_multiple=self.document_multiple,
         )
 
     def open(self, split: str):

@@ -48,12 +48,13 @@ class FirstEvaluation(Callback):
         )
         # A loader draws its base seed from the default generator; training must not notice.
         with torch.random.fork_rng(devices=[]):
-            iterator = RerunDataIterator(iter(loader))
+            # A virtual pipeline reads every batch once for each chunk of the model.
+            iterators = [RerunDataIterator(iter(loader)) for _ in context.model]
         consumed = state.train_state.consumed_valid_samples
         losses, _, _ = evaluate(
             state,
             self.forward_step,
-            iterator,
+            iterators if len(iterators) > 1 else iterators[0],
             context.model,
             None,
             get_model_config(context.model[0]),

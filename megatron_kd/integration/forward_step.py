@@ -17,6 +17,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
 
+from megatron_kd.integration import packed_documents
 from megatron_kd.integration.loss_seam import DistillationLoss, LossBatch
 from megatron_kd.integration.sample_guard import check_finite
 
@@ -49,7 +50,9 @@ class OfflineStep:
             )
         state.timers("batch-generator", log_level=2).start()
         with state.straggler_timer(bdata=True):
-            batch, host_mask = load_batch(data_iterator, model)
+            batch, host_mask = load_batch(
+                data_iterator, model, documents_apart=state.cfg.dataset.documents_apart
+            )
         state.timers("batch-generator").stop()
         loss = DistillationLoss.of(model)
         if loss is not None:
@@ -69,6 +72,7 @@ class OfflineStep:
                 attention_mask=None,
                 labels=batch.get("labels"),
                 loss_mask=batch.get("loss_mask"),
+                **attention_arguments(batch),
             )
         metrics = loss.end() if loss is not None else {}
         check = state.cfg.rerun_state_machine.check_for_nan_in_loss
@@ -80,29 +84,46 @@ class OfflineStep:
         )
 
 
-def load_batch(data_iterator, model) -> tuple[dict, torch.Tensor | None]:
+def load_batch(data_iterator, model, *, documents_apart: bool) -> tuple[dict, torch.Tensor | None]:
     """This rank's part of the next micro-batch, on its device, and the loss mask still on the host.
 
+    Args:
+        documents_apart: Samples hold documents that must not attend to one another.
+
     Returns:
-        The tensors this pipeline stage needs ([b, s] and [b, s, K]), and loss_mask [b, s] in host
-        memory.
+        The tensors this pipeline stage needs ([b, s] and [b, s, K]; with documents apart also
+        packed_seq_params), and loss_mask [b, s] in host memory.
     """
     groups = get_pg_collection(model)
     first, last = is_pp_first_stage(groups.pp), is_pp_last_stage(groups.pp)
-    if not first and not last:
+    if not first and not last and not documents_apart:
         return {}, None
     whole = next(data_iterator)
     keys = FIRST_STAGE_KEYS if first else ()
     uses_mtp = (getattr(get_model_config(model), "mtp_num_layers", None) or 0) > 0
     if last:
         keys = (*keys, *LAST_STAGE_KEYS, *(FIRST_STAGE_KEYS if uses_mtp and not first else ()))
-    batch = get_batch_on_this_cp_rank({key: whole.get(key) for key in keys}, cp_group=groups.cp)
+    batch = {key: whole.get(key) for key in keys}
+    if documents_apart:
+        batch = packed_documents.on_this_rank(batch, whole["cu_seqlens"], groups.cp)
+    else:
+        batch = get_batch_on_this_cp_rank(batch, cp_group=groups.cp)
     host_mask = batch.get("loss_mask")
     on_device = {
         key: value.cuda(non_blocking=True) if value is not None else None
         for key, value in batch.items()
     }
+    if documents_apart:
+        on_device["packed_seq_params"] = packed_documents.parameters(whole["cu_seqlens"])
     return on_device | {"sample_index": whole["sample_index"]}, host_mask
+
+
+def attention_arguments(batch: dict) -> dict:
+    """The model's keyword arguments for attention that keeps documents apart, if this batch needs
+    it.
+    """
+    packed = batch.get("packed_seq_params")
+    return {} if packed is None else {"packed_seq_params": packed}
 
 
 def supervised_index(host_mask: torch.Tensor, device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 from megatron_kd.config import DistillConfig
-from megatron_kd.integration import cpu_backend, parallel_attributes
+from megatron_kd.integration import cpu_backend, parallel_attributes, weights_complete
 from megatron_kd.integration.compatibility import data_sequence_length
 from megatron_kd.integration.dataset_provider import DistillDatasetProvider
 from megatron_kd.typed_mapping import ConfigError, update
@@ -42,6 +42,15 @@ REQUIRED = {
     "model.defer_embedding_wgrad_compute": (
         False,
         "the loss computes the output layer's weight gradient itself",
+    ),
+    "model.overlap_moe_expert_parallel_comm": (
+        False,
+        "it runs the model in pieces that the distillation loss cannot follow",
+    ),
+    "dist.use_torch_fsdp2": (
+        False,
+        "the loss needs the output layer's whole weight; use the distributed optimizer or "
+        "bridge.ddp.use_megatron_fsdp",
     ),
 }
 
@@ -66,6 +75,8 @@ def model_provider(hf_path: str, load_weights: bool):
     if cpu_backend.is_active():
         for name, value in cpu_backend.provider_settings().items():
             setattr(provider, name, value)
+    if load_weights:
+        weights_complete.check_loading(provider, str(directory))
     # After the weights' own hook, before anything of ours.
     provider.register_pre_wrap_hook(parallel_attributes.mark_sharded_parameters)
     return provider
@@ -90,7 +101,6 @@ def build_container(config: DistillConfig) -> ConfigContainer:
         check_checksums=config.cache.check_checksums,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
-        allow_unsupervised_samples=config.data.allow_unsupervised_samples,
         dataloader_type=config.data.dataloader,
         num_workers=config.data.num_workers,
         persistent_workers=config.data.num_workers > 0,
@@ -108,6 +118,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
     update(container, config.bridge, "bridge")
     _require(container, config.bridge)
     _fit_to_machine(container)
+    _lay_out_documents(container)
     container.dataset.sequence_length = container.model.seq_length
     container.dataset.evaluation_samples = (
         container.train.eval_iters * container.train.global_batch_size
@@ -169,6 +180,13 @@ def _require(container: ConfigContainer, recipe: dict) -> None:
             raise ConfigError(f"bridge.{key} must be {str(value).lower()}: {reason}")
         if hasattr(getattr(container, section), name):
             setattr(getattr(container, section), name, value)
+
+
+def _lay_out_documents(container: ConfigContainer) -> None:
+    dataset, ranks = container.dataset, container.model.context_parallel_size
+    dataset.documents_apart = dataset.open("train").manifest.get("packing") == "block"
+    if dataset.documents_apart and ranks > 1:  # every rank holds two parts of every document
+        dataset.document_multiple = 2 * ranks
 
 
 def _fit_to_machine(container: ConfigContainer) -> None:

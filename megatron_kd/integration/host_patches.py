@@ -4,21 +4,30 @@ version it is for.
 The host offers no hook for these. What only a CPU needs is in `cpu_backend`.
 """
 
+import copy
 import importlib.util
+import inspect
 import logging
 
 import megatron.bridge.data.loaders as bridge_loaders
+import megatron.bridge.models.conversion.model_bridge as model_bridge
 import megatron.bridge.training.initialize as bridge_initialize
+import megatron.core.transformer.moe.router as router
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+from megatron.core import parallel_state
 
 from megatron_kd.integration.stop_signals import LoaderWorkerSignals
 
 logger = logging.getLogger(__name__)
 
 COMPILED_HELPERS = "megatron.core.datasets.helpers_cpp"
+LOCAL_EXPERTS = ".mlp.experts.local_experts."
 
 
 def apply() -> None:
     """Apply every patch; calling it again does nothing."""
+    _number_local_experts()
+    _scale_router_losses_by_whole_sequences()
     _skip_needless_compilation()
     _let_loader_workers_end()
 
@@ -46,3 +55,57 @@ def _let_loader_workers_end() -> None:
     """
     if hasattr(bridge_loaders, "DistributedSignalHandler"):
         bridge_loaders.DistributedSignalHandler = LoaderWorkerSignals
+
+
+def _number_local_experts() -> None:
+    """megatron-bridge 0.3, experts that are modules of their own (`moe_grouped_gemm` false): their
+    local numbers are taken for global ones, so every expert-parallel rank loads the first experts,
+    with no error, and the export cannot find them.
+    """
+    to_global = model_bridge._megatron_local_name_to_global
+    if "local_experts" in inspect.getsource(to_global):
+        return
+
+    def with_local_experts(models, config, param_name, vp_stage=None):
+        name = to_global(models, config, param_name, vp_stage)
+        group = parallel_state.get_expert_model_parallel_group()
+        if group.size() == 1 or LOCAL_EXPERTS not in name:
+            return name
+        before, after = name.split(LOCAL_EXPERTS)
+        number, rest = after.split(".", 1)
+        first = config.num_moe_experts // group.size() * group.rank()
+        return f"{before}{LOCAL_EXPERTS}{first + int(number)}.{rest}"
+
+    gather = MegatronParamMapping.gather_from_ep_ranks
+
+    def gather_local_experts(self, megatron_weights, megatron_module, hf_param_name):
+        if LOCAL_EXPERTS in self.megatron_param:  # as grouped experts are named
+            before, after = self.megatron_param.split(LOCAL_EXPERTS)
+            number, rest = after.split(".", 1)
+            self = copy.copy(self)
+            self.megatron_param = f"{before}.mlp.experts.{rest}{number}"
+        return gather(self, megatron_weights, megatron_module, hf_param_name)
+
+    model_bridge._megatron_local_name_to_global = with_local_experts
+    MegatronParamMapping.gather_from_ep_ranks = gather_local_experts
+
+
+def _scale_router_losses_by_whole_sequences() -> None:
+    """megatron-core 0.16: with per-token loss, a router's auxiliary and z losses are multiplied by
+    the positions of this rank, but divided by those of whole sequences: under sequence and context
+    parallelism they are too small by the number of ranks that share a sequence. Newer cores do what
+    this does.
+    """
+    attach = router.TopKRouter.attach_and_log_load_balancing_loss
+    if "tp_cp_group.size()" in inspect.getsource(attach):
+        return
+    original = router.MoEAuxLossAutoScaler
+
+    class WholeSequences:
+        @staticmethod
+        def apply(activation, loss):
+            ranks = parallel_state.get_tensor_and_context_parallel_group().size()
+            return original.apply(activation, loss * ranks)
+
+    if original.__name__ != WholeSequences.__name__:
+        router.MoEAuxLossAutoScaler = WholeSequences

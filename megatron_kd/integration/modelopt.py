@@ -23,7 +23,12 @@ from modelopt.torch.distill.plugins.megatron import BaseLoss
 
 from megatron_kd.config import DistillConfig, LossConfig
 from megatron_kd.integration import teacher_check
-from megatron_kd.integration.forward_step import load_batch, sum_over_tokens, supervised_index
+from megatron_kd.integration.forward_step import (
+    attention_arguments,
+    load_batch,
+    sum_over_tokens,
+    supervised_index,
+)
 from megatron_kd.integration.host_config import model_provider
 from megatron_kd.integration.sample_guard import check_finite
 from megatron_kd.losses import dense_online_kd_loss, fused_online_kd_loss
@@ -273,7 +278,9 @@ class OnlineStep:
         self, state: GlobalState, data_iterator, model, return_schedule_plan: bool = False
     ):
         state.timers("batch-generator", log_level=2).start()
-        batch, host_mask = load_batch(data_iterator, model)
+        batch, host_mask = load_batch(
+            data_iterator, model, documents_apart=state.cfg.dataset.documents_apart
+        )
         state.timers("batch-generator").stop()
         distilled = unwrap_model(model)
         criteria = _criteria(distilled)
@@ -285,6 +292,7 @@ class OnlineStep:
             position_ids=batch.get("position_ids"),
             attention_mask=None,
             labels=batch.get("labels"),
+            **attention_arguments(batch),
         )
         check = state.cfg.rerun_state_machine.check_for_nan_in_loss
         return output, partial(

@@ -1,5 +1,6 @@
 """The training dataset: alignment, padding, epochs, orders, workers."""
 
+import itertools
 import pickle
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from megatron_kd.data.dataset import PAD_TOKEN, DistillDataset
+from megatron_kd.data.document_layout import DocumentLayout, context_parallel_places
 
 S, K, SAMPLES = 8, 3, 5
 
@@ -40,7 +42,8 @@ def test_row_t_pairs_with_the_label_t_plus_one():
 
 def test_a_short_sample_is_padded_and_masked():
     item = dataset([sample(0, n=4)])[0]
-    assert item["tokens"].tolist() == [0, 1, 2, 3] + [PAD_TOKEN] * 4
+    assert item["tokens"].tolist() == [0, 1, 2] + [PAD_TOKEN] * 5
+    assert item["labels"].tolist() == [1, 2, 3] + [PAD_TOKEN] * 5
     assert item["loss_mask"].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
     assert (item["topk_ids"][3:] == -1).all()
     assert torch.isinf(item["topk_logprobs"][3:]).all()
@@ -55,6 +58,64 @@ def test_the_teachers_normaliser_comes_with_its_temperature():
 def test_a_long_sample_is_refused():
     with pytest.raises(ValueError, match=r"10 tokens.*sequence length is 8"):
         dataset([sample(0, n=S + 2)])[0]
+
+
+def packed(*lengths):
+    """A sample of documents with these lengths; token values count on through it."""
+    values = sample(0, n=sum(lengths))
+    values.cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    values.loss_mask = np.ones(sum(lengths), bool)
+    values.loss_mask[values.cu_seqlens[1:] - 1] = False
+    return values
+
+
+def test_documents_apart_are_laid_out_as_if_they_were_alone():
+    item = dataset([packed(3, 1, 4)], documents_apart=True)[0]
+    assert item["tokens"].tolist() == [0, 1, 4, 5, 6] + [PAD_TOKEN] * 3
+    assert item["labels"].tolist() == [1, 2, 5, 6, 7] + [PAD_TOKEN] * 3
+    assert item["position_ids"].tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert item["loss_mask"].tolist() == [1] * 5 + [0] * 3
+    assert item["topk_ids"][2].tolist() == [12, 13, 14]  # row 4 of the sample
+    assert item["cu_seqlens"].tolist() == [0, 2, 5, 8]
+    assert "cu_seqlens" not in dataset([packed(3, 1, 4)])[0]
+
+
+def test_documents_are_padded_to_what_ranks_can_share():
+    item = dataset([packed(3, 4)], documents_apart=True, document_multiple=4, temperature=2.0)[0]
+    assert item["tokens"].tolist() == [0, 1, PAD_TOKEN, PAD_TOKEN, 3, 4, 5, PAD_TOKEN]
+    assert item["loss_mask"].tolist() == [1, 1, 0, 0, 1, 1, 1, 0]
+    assert item["log_z_tau"].tolist() == [0, 1, 0, 0, 3, 4, 5, 0]
+    assert item["cu_seqlens"].tolist() == [0, 4, 8]
+    with pytest.raises(ValueError, match=r"needs 12 positions.*length is 8"):
+        dataset([packed(2, 2, 2)], documents_apart=True, document_multiple=4)[0]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 16])
+def test_a_layout_keeps_every_prediction_once(multiple):
+    generator = np.random.default_rng(3)
+    for _ in range(50):
+        bounds = np.cumsum([0, *generator.integers(1, 12, generator.integers(1, 6))])
+        layout = DocumentLayout.of(bounds, multiple)
+        assert (np.diff(layout.bounds) % multiple == 0).all()
+        assert layout.bounds[-1] == DocumentLayout.positions(bounds, multiple)
+        assert len(set(layout.places)) == len(layout.places) == bounds[-1] - len(bounds) + 1
+        assert set(layout.rows) == set(range(bounds[-1])) - set(bounds[1:] - 1)
+        for begin, end in itertools.pairwise(layout.bounds):
+            inside = layout.rows[(layout.places >= begin) & (layout.places < end)]
+            assert (np.diff(inside) == 1).all()  # one document, nothing between
+            assert np.isin(inside[0], bounds)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_context_parallel_ranks_hold_every_place_once(ranks):
+    bounds = [0, 8, 24, 40]
+    held = [context_parallel_places(bounds, rank, ranks) for rank in range(ranks)]
+    places, documents = (torch.cat(parts) for parts in zip(*held, strict=True))
+    assert sorted(places.tolist()) == list(range(40))
+    assert all(bounds[d] <= p < bounds[d + 1] for p, d in zip(places, documents, strict=True))
+    assert {len(own) for own, _ in held} == {40 // ranks}
+    if ranks == 2:
+        assert held[0][0].tolist()[:4] == [0, 1, 6, 7]
 
 
 def test_prepared_sequences_bring_no_teacher_rows():
