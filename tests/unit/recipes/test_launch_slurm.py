@@ -1,0 +1,102 @@
+"""scripts/launch_slurm.sh --dry-run: what it would submit, and what it refuses. tests/slow/slurm
+runs the result on a real SLURM.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPE = "recipes/quickstart.yaml"
+
+
+def launch(logs, *arguments):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "scripts/launch_slurm.sh", "--logs", str(logs), *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def dry_run(logs, *arguments) -> str:
+    done = launch(logs, "--dry-run", *arguments)
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+    return done.stdout
+
+
+def directives(script) -> list[str]:
+    return [line[8:] for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_one_torchrun_per_node(tmp_path):
+    script = dry_run(tmp_path, "--nodes", 4, "--time", "01:00:00", RECIPE, "loss.impl=dense")
+    listed = directives(script)
+    assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--requeue"} <= set(listed)
+    assert {"--time=01:00:00", "--signal=B:USR1@300", "--exclusive"} <= set(listed)
+    assert "--nnodes=4 --nproc-per-node=8" in script
+    assert "--rdzv-backend=c10d --rdzv-endpoint=$address:$port" in script
+    assert f"scripts/distill.py --config '{RECIPE}' 'loss.impl=dense'" in script
+    assert "export NCCL_IB_DISABLE=0" in script
+
+
+def test_options_reach_the_job(tmp_path):
+    options = ["--cluster", "cpu", "--sbatch", "--partition=short", "--save-ahead", 60]
+    script = dry_run(tmp_path, *options, "--job-name", "mine", RECIPE)
+    listed = directives(script)
+    assert {"--partition=short", "--signal=B:USR1@60", "--job-name=mine"} <= set(listed)
+    assert not any(line.startswith("--gpus") for line in listed)
+    assert "--nproc-per-node=2" in script and "MEGATRON_KD_BACKEND=cpu" in script
+
+
+def test_a_container_sees_the_checkout_and_its_logs(tmp_path):
+    script = dry_run(
+        tmp_path / "logs", "--container", "image.sqsh", "--mounts", "/data:/data", RECIPE
+    )
+    mounts = f"{REPOSITORY}:{REPOSITORY},{tmp_path}/logs:{tmp_path}/logs,/data:/data"
+    assert "'--container-image=image.sqsh'" in script and mounts in script
+    assert not (tmp_path / "logs").exists()  # a dry run leaves nothing behind
+
+
+def test_values_with_spaces_and_quotes_survive(tmp_path):
+    arguments = ["--data", "my data", "--teacher", "it's", "--output", "x"]
+    script = dry_run(tmp_path, "--capture", 3, "--", *arguments)
+    (line,) = [line for line in script.splitlines() if line.startswith("megatron-kd capture")]
+    shown = subprocess.run(
+        ["bash", "-c", line.replace("megatron-kd", "printf '%s\\n'")],
+        env=os.environ | {"SLURM_ARRAY_TASK_ID": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines() == ["capture", *arguments, "--worker", "2/3"]
+    assert "--array=0-2" in directives(script)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "which recipe?"),
+        (["--nodes", "two", RECIPE], "--nodes must be a whole number, not two"),
+        (["--nodes", "0", RECIPE], "--nodes must be 1 or more"),
+        (["--cluster", "nowhere", RECIPE], "no cluster nowhere; there are: cpu efa"),
+        (["--mystery", RECIPE], "unknown option --mystery"),
+        (["--mounts", "/a:/b", RECIPE], "--mounts needs --container"),
+        ([RECIPE, "loss.imp=dense"], "did you mean loss.impl"),
+        (["recipes/none.yaml"], "no recipe at recipes/none.yaml"),
+        (["--capture", "2", "--"], "needs the arguments of megatron-kd capture"),
+        (["--capture", "2", "--", "--data", "d"], "needs --output"),
+        (["--capture", "2", "--", "--output", "o", "--worker", "0/2"], "leave it out"),
+    ],
+)
+def test_refusals(tmp_path, arguments, expected):
+    done = launch(tmp_path / "logs", "--dry-run", *arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not (tmp_path / "logs").exists()
