@@ -21,8 +21,11 @@ COMMANDS = {
     "plan": ("megatron_kd.planning.command", "memory, time and cache size of a recipe"),
     "bench": ("megatron_kd.benchmark.sweep", "time and memory of loss implementations, as CSV"),
     "plot": ("megatron_kd.benchmark.plot", "a benchmark's CSV as a PNG"),
+    "export": ("megatron_kd.integration.export", "a checkpoint as a Hugging Face directory"),
+    "doctor": ("megatron_kd.doctor.command", "check this machine, and a recipe on it"),
     "report": ("megatron_kd.report.command", "what a run achieved, as a table and a PNG"),
     "compare": ("megatron_kd.report.compare", "loss curves of several runs against the first"),
+    "retained": ("megatron_kd.report.evaluation", "benchmark scores of student beside teacher"),
     "held-out-kl": ("megatron_kd.report.held_out", "KL(teacher || student) on held-out sequences"),
 }
 

@@ -20,6 +20,7 @@ from megatron_kd.typed_mapping import ConfigError
 Mode = Literal["offline", "online"]
 OFFLINE_IMPLS = ("dense", "sparse_chunked", "fused_chunked")
 ONLINE_IMPLS = ("dense", "fused_online")
+FINAL_NORM = "final_norm"
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,10 @@ class StudentConfig:
 
     load_weights: bool = True
     """Start from the directory's weights; false starts from random ones."""
+
+    train_only: list[str] = field(default_factory=list)
+    """Freeze every parameter whose name matches none of these patterns, such as `*.mlp.*`; empty
+    trains all."""
 
 
 @dataclass(kw_only=True)
@@ -137,11 +142,73 @@ class LossConfig:
 
 
 @dataclass(kw_only=True)
+class HiddenStatesConfig:
+    """A loss between hidden states beside the one between logits; no pairs, no such loss."""
+
+    pairs: list[Any] = field(default_factory=list)
+    """[[student's layer, teacher's layer], …]: indices of decoder layers (−1 is the last), or
+    final_norm, which the output layer reads. Their losses are averaged. Offline: [[final_norm,
+    final_norm]] alone, with a cache that holds the teacher's last hidden state."""
+
+    loss: Literal["mse", "cosine"] = "mse"
+    """Mean squared error over the hidden size, or 1 − cosine. Where the widths differ, a trained
+    projection takes the student's states to the teacher's width."""
+
+    weight: float = 1.0
+    """Multiplies the hidden-state loss."""
+
+    balance: bool = False
+    """Scale the hidden-state loss to `weight` × the logits loss, by the step before."""
+
+    logits_weight: float = 1.0
+    """Multiplies the loss between logits; 0 trains on hidden states alone."""
+
+    def __post_init__(self):
+        for pair in self.pairs:
+            fits = isinstance(pair, list) and len(pair) == 2
+            if not fits or not all(type(layer) is int or layer == FINAL_NORM for layer in pair):
+                raise ConfigError(
+                    "hidden_states.pairs must be a list of [student layer, teacher layer], each an "
+                    f"index or {FINAL_NORM}; {pair!r} is not"
+                )
+        for name in ("weight", "logits_weight"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"hidden_states.{name} must be 0 or more, not {getattr(self, name)}"
+                )
+        if not self.pairs and self.logits_weight == 0:
+            raise ConfigError("hidden_states.logits_weight=0 without pairs leaves nothing to learn")
+
+
+@dataclass(kw_only=True)
 class ExportConfig:
     hf_path: str | None = None
     """Where the trained student is written as a Hugging Face directory at the end; null writes
     none.
     """
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    keep_best: bool = False
+    """Write down which checkpoint has the lowest validation KD loss (`best_checkpoint.json`);
+    `megatron-kd export --best` takes it."""
+
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a new best; null trains to the end."""
+
+    min_improvement: float = 0.0
+    """Nats by which a new best must be lower."""
+
+    def __post_init__(self):
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"selection.patience must be 1 or more, not {self.patience}")
+        if self.patience is not None and not self.keep_best:
+            raise ConfigError("selection.patience needs selection.keep_best=true")
+        if not self.min_improvement >= 0:
+            raise ConfigError(
+                f"selection.min_improvement must be 0 or more, not {self.min_improvement}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -163,7 +230,14 @@ class DistillConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+
+    profile: Literal["nsys", "memory"] | None = None
+    """Run 15 iterations and profile the 10th to the 13th: for Nsight Systems, or as CUDA memory
+    histories below output_dir. Needs a GPU."""
 
     progress: bool = True
     """Show a progress bar on standard error."""
@@ -191,6 +265,12 @@ class DistillConfig:
                 f"loss.impl={self.loss.impl} needs the teacher resident (mode=online); with "
                 "mode=offline "
                 f"use one of {', '.join(OFFLINE_IMPLS)}"
+            )
+
+        if self.hidden_states.pairs not in ([], [[FINAL_NORM, FINAL_NORM]]):
+            raise ConfigError(
+                "with mode=offline the cache holds the teacher's last hidden state only: set "
+                f"hidden_states.pairs=[[{FINAL_NORM},{FINAL_NORM}]], or use mode=online"
             )
 
     def _check_online(self):

@@ -62,11 +62,14 @@ def update(instance: Any, mapping: Mapping, prefix: str = "") -> None:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{prefix} must be a mapping, not {mapping!r}")
     hints = _hints(type(instance))
-    names = {f.name for f in dataclasses.fields(instance) if not f.name.startswith("_")}
+    fields = {f.name: f for f in dataclasses.fields(instance) if not f.name.startswith("_")}
     for name, value in mapping.items():
         key = _join(prefix, name)
-        if name not in names:
-            raise unknown_key(key, names)
+        if name not in fields:
+            raise unknown_key(key, fields)
+        if value is None and fields[name].default is None:
+            setattr(instance, name, None)  # whatever the annotation forgets to say
+            continue
         current = getattr(instance, name)
         nests = isinstance(value, Mapping) and "_target_" not in value
         if nests and dataclasses.is_dataclass(current):

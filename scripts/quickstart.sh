@@ -31,7 +31,7 @@ step "student: 10 of its 30 layers, 6 of its 9 heads"
 
 step "data: Python's own language reference, as sequences of 256 tokens"
 [[ -d $out/data ]] || megatron-kd prepare --input pydoc --tokenizer $out/teacher --output $out/data \
-    --seq-length 256 --packing naive --max-tokens 28000 --validation-fraction 0.12
+    --seq-length 256 --packing naive --max-tokens 20000 --validation-fraction 0.15
 
 step "capture: the teacher's top 100 of every token, once"
 megatron-kd capture --data $out/data --teacher $out/teacher --output $out/cache --topk 100 --dtype float32

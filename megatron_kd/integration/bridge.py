@@ -6,29 +6,36 @@ import dataclasses
 import enum
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import torch
 import yaml
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.utils import unwrap_model
 
 from megatron_kd.config import DistillConfig
 from megatron_kd.integration import (
     compatibility,
+    cpu_backend,
+    hidden_states,
     host_config,
     host_patches,
     loss_seam,
     modelopt,
+    profiling,
     sample_guard,
+    selection,
     stop_signals,
+    trainable,
 )
+from megatron_kd.integration.export import RESOLVED_CONFIG, save_hugging_face
 from megatron_kd.integration.first_evaluation import FirstEvaluation
 from megatron_kd.integration.forward_step import OfflineStep
 from megatron_kd.integration.run_metrics import RunMetrics
-
-RESOLVED_CONFIG = "resolved_config.yaml"
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +49,8 @@ def prepare(config: DistillConfig) -> ConfigContainer:
             remedy.
     """
     container = host_config.build_container(config)
+    profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
+    selection.check(config.selection, container)
     compatibility.check(config, container)
     if config.mode == "online":
         modelopt.check(config, container)
@@ -64,12 +73,24 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
     callbacks = [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))
+    if config.student.train_only:
+        hook = partial(trainable.train_only, patterns=config.student.train_only)
+        container.model.register_pre_wrap_hook(hook)
+    weights = hidden_states.Weights(config.hidden_states)
+    if config.hidden_states.balance:
+        callbacks.append(hidden_states.BalanceWeights(weights, config.output_dir))
     if config.mode == "online":
-        step = modelopt.set_up(config, container)
+        step = modelopt.set_up(config, container, weights)
     else:
-        loss_seam.register(container.model, config.loss)
+        width = container.dataset.open("train").manifest.get("hidden_size")
+        teacher_width = width if config.hidden_states.pairs else None
+        loss_seam.register(container.model, config.loss, weights, teacher_width)
         step = OfflineStep()
+    metrics.data_wait = step.data_wait
     callbacks.append(FirstEvaluation(step, metrics))
+    if config.selection.keep_best:
+        callbacks.append(selection.SelectBest(config.selection, config.output_dir))
+    callbacks += profiling.callbacks(config.profile, config.output_dir)
     pretrain(container, step, callbacks=callbacks)
 
 
@@ -100,8 +121,23 @@ class Export(Callback):
         from megatron.bridge import AutoBridge
 
         bridge = AutoBridge.from_hf_pretrained(self.student_path)
-        bridge.save_hf_pretrained(context.model, self.hf_path, show_progress=False)
-        torch.distributed.barrier()
+        with student_alone(context.model):
+            save_hugging_face(bridge, context.model, self.student_path, self.hf_path)
+
+
+@contextmanager
+def student_alone(model: list) -> Iterator[None]:
+    """Hide what a run keeps inside the student's model: the host's converter to Hugging Face stops
+    at a module that it does not map.
+    """
+    with ExitStack() as stack:
+        for chunk in map(unwrap_model, model):
+            if hasattr(chunk, "hide_teacher_model"):
+                stack.enter_context(chunk.hide_teacher_model())
+            projection = chunk._modules.pop(hidden_states.PROJECTION, None)
+            if projection is not None:
+                stack.callback(chunk.add_module, hidden_states.PROJECTION, projection)
+        yield
 
 
 def _plain(value):

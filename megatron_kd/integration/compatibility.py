@@ -48,6 +48,7 @@ def check(config: DistillConfig, container) -> None:
         _check_sequence_length(config, train, container.model.seq_length)
     _check_shares(container.model)
     _check_temperature(config, train)
+    _check_hidden_states(config, train)
     if config.data.dataloader == "cyclic":
         _check_cyclic(len(train), container.train)
     _check_resume(config, identity(config, container, train))
@@ -185,6 +186,18 @@ def _check_temperature(config: DistillConfig, source) -> None:
             f"temperature; the cache holds those for {captured or 'none'}. Capture again with "
             "--temperatures "
             f"{loss.temperature}, or use tail none or renormalise"
+        )
+
+
+def _check_hidden_states(config: DistillConfig, source) -> None:
+    if config.mode != "offline" or not config.hidden_states.pairs:
+        return
+    if not source.manifest.get("hidden_size"):
+        raise ConfigError(
+            "hidden_states needs the last hidden state of the teacher, which the cache at "
+            f"{config.cache.sources()[0][0]} does not hold (in a mixture, every cache must, in "
+            "one width and dtype). Capture again with --hidden-dtype float16, or remove "
+            "hidden_states.pairs"
         )
 
 

@@ -35,6 +35,7 @@ class DistillDatasetProvider(DatasetProvider):
     seed: int = 1234
     evaluation_samples: int = 0
     temperature: float = 1.0
+    hidden_states: bool = False
     documents_apart: bool = False
     document_multiple: int = 1
     skip_getting_attention_mask_from_dataset: bool = True
@@ -68,6 +69,7 @@ class DistillDatasetProvider(DatasetProvider):
             seed=self.seed,
             period=period,
             temperature=self.temperature,
+            hidden_states=self.hidden_states,
             documents_apart=self.documents_apart,
             document_multiple=self.document_multiple,
         )

@@ -8,6 +8,7 @@ over micro-batches and ranks before it divides.
 s: sequence positions on this rank, b: micro-batch, K: support.
 """
 
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,14 +16,15 @@ import torch
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_kd.integration import packed_documents
+from megatron_kd.integration import host_version, packed_documents, profiling
 from megatron_kd.integration.loss_seam import DistillationLoss, LossBatch
 from megatron_kd.integration.sample_guard import check_finite
 
 FIRST_STAGE_KEYS = ("tokens", "position_ids")
-LAST_STAGE_KEYS = ("labels", "loss_mask", "topk_ids", "topk_logprobs", "log_z_tau")
+TEACHER_KEYS = ("topk_ids", "topk_logprobs", "log_z_tau", "teacher_hidden")
+LAST_STAGE_KEYS = ("labels", "loss_mask", *TEACHER_KEYS)
 
 NO_TOKENS = 1e-9
 """Added to a reported token count: it vanishes beside 1, and a batch without a supervised token
@@ -30,10 +32,33 @@ reports 0, not NaN.
 """
 
 
+class DataWait:
+    """Seconds this rank waited for its data loader."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def next(self, data_iterator: Iterator):
+        """The next item, its wait added up."""
+        started = time.perf_counter()
+        with profiling.stage("wait for data"):
+            item = next(data_iterator)
+        self.seconds += time.perf_counter() - started
+        return item
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 class OfflineStep:
     """Callable for `pretrain`: (state, data_iterator, model) → (per-token loss [b, s], loss
     function).
     """
+
+    def __init__(self):
+        self.data_wait = DataWait()
 
     def __call__(
         self,
@@ -51,21 +76,22 @@ class OfflineStep:
         state.timers("batch-generator", log_level=2).start()
         with state.straggler_timer(bdata=True):
             batch, host_mask = load_batch(
-                data_iterator, model, documents_apart=state.cfg.dataset.documents_apart
+                data_iterator,
+                model,
+                self.data_wait,
+                documents_apart=state.cfg.dataset.documents_apart,
             )
         state.timers("batch-generator").stop()
         loss = DistillationLoss.of(model)
         if loss is not None:
             loss.begin(
                 LossBatch(
-                    topk_ids=batch["topk_ids"],
-                    topk_logprobs=batch["topk_logprobs"],
-                    log_z_tau=batch["log_z_tau"],
+                    **{key: batch[key] for key in TEACHER_KEYS},
                     loss_mask=batch["loss_mask"],
                     supervised_index=supervised_index(host_mask, batch["loss_mask"].device),
                 )
             )
-        with state.straggler_timer:
+        with state.straggler_timer, profiling.stage("forward"):
             output = model(
                 input_ids=batch.get("tokens"),
                 position_ids=batch.get("position_ids"),
@@ -84,7 +110,9 @@ class OfflineStep:
         )
 
 
-def load_batch(data_iterator, model, *, documents_apart: bool) -> tuple[dict, torch.Tensor | None]:
+def load_batch(
+    data_iterator, model, wait: DataWait, *, documents_apart: bool
+) -> tuple[dict, torch.Tensor | None]:
     """This rank's part of the next micro-batch, on its device, and the loss mask still on the host.
 
     Args:
@@ -98,7 +126,7 @@ def load_batch(data_iterator, model, *, documents_apart: bool) -> tuple[dict, to
     first, last = is_pp_first_stage(groups.pp), is_pp_last_stage(groups.pp)
     if not first and not last and not documents_apart:
         return {}, None
-    whole = next(data_iterator)
+    whole = wait.next(data_iterator)
     keys = FIRST_STAGE_KEYS if first else ()
     uses_mtp = (getattr(get_model_config(model), "mtp_num_layers", None) or 0) > 0
     if last:
@@ -107,7 +135,7 @@ def load_batch(data_iterator, model, *, documents_apart: bool) -> tuple[dict, to
     if documents_apart:
         batch = packed_documents.on_this_rank(batch, whole["cu_seqlens"], groups.cp)
     else:
-        batch = get_batch_on_this_cp_rank(batch, cp_group=groups.cp)
+        batch = host_version.batch_on_this_cp_rank(batch, groups.cp)
     host_mask = batch.get("loss_mask")
     on_device = {
         key: value.cuda(non_blocking=True) if value is not None else None

@@ -97,6 +97,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
         mode=config.mode,
         caches=config.cache.sources() if config.mode == "offline" else [],
         temperature=config.loss.temperature,
+        hidden_states=config.mode == "offline" and bool(config.hidden_states.pairs),
         data_path=config.data.path,
         check_checksums=config.cache.check_checksums,
         shuffle=config.data.shuffle,

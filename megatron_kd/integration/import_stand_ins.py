@@ -29,6 +29,7 @@ IMPORTERS = {
         "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
         "megatron.core.inference.contexts.fused_kv_append_kernel",
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+        "megatron.core.transformer.moe.ops.paged_stash",  # core 0.19
     ),
     # Bridge 0.6: a type annotation in the in-process restart wrapper.
     "nvidia_resiliency_ext": (

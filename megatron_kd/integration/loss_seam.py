@@ -18,6 +18,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_kd.config import LossConfig
+from megatron_kd.integration import hidden_states, profiling
 from megatron_kd.losses import (
     TopKTarget,
     dense_kd_loss,
@@ -38,6 +39,7 @@ class LossBatch:
     log_z_tau: (
         torch.Tensor | None
     )  # [b, s] fp32, the teacher's normaliser at the loss's temperature
+    teacher_hidden: torch.Tensor | None  # [b, s, H], the teacher's last hidden state
     loss_mask: torch.Tensor  # [b, s] fp32
     supervised_index: torch.Tensor  # [rows] int64, into the flattened [s · b]
 
@@ -49,8 +51,15 @@ class DistillationLoss:
     is as the host built it, for generation and export.
     """
 
-    def __init__(self, model: torch.nn.Module, config: LossConfig, vocab_size: int):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: LossConfig,
+        vocab_size: int,
+        weights: hidden_states.Weights,
+    ):
         self.config = config
+        self.weights = weights
         self.vocab_size = vocab_size
         self.output_layer = model.output_layer
         self.mtp_heads = getattr(model.config, "mtp_num_layers", None) or 0
@@ -64,11 +73,14 @@ class DistillationLoss:
         self._host_loss = model.compute_language_model_loss
         self._batch: LossBatch | None = None
         self._weight = None
+        self._hidden = None
         self._metrics = {}
         self._calls = 0
         self._check(model.config)
         if config.impl == "fused_chunked":
             self.output_layer.forward = self._pass_through
+        if weights.config.pairs:
+            self.output_layer.register_forward_pre_hook(self._keep_hidden, with_kwargs=True)
         model.compute_language_model_loss = self._compute
         setattr(model, ATTRIBUTE, self)
 
@@ -82,7 +94,8 @@ class DistillationLoss:
 
     def end(self) -> dict[str, torch.Tensor]:
         """Metrics of the forward pass since `begin`: name → [b, s] fp32, detached."""
-        metrics, self._batch, self._weight, self._metrics = self._metrics, None, None, {}
+        metrics, self._metrics = self._metrics, {}
+        self._batch = self._weight = self._hidden = None
         return metrics
 
     def _check(self, model_config) -> None:
@@ -101,6 +114,12 @@ class DistillationLoss:
         self._weight = self.output_layer.weight if weight is None else weight
         return hidden_states, None
 
+    def _keep_hidden(self, module, arguments, keywords) -> None:
+        """Forward pre-hook of the output layer: what it reads is the student's last hidden
+        state.
+        """
+        self._hidden = arguments[0] if arguments else keywords["input_"]
+
     def _compute(self, labels: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """labels [b, s] and what the output layer returned → per-token loss [b, s] fp32."""
         if self._batch is None:
@@ -110,6 +129,10 @@ class DistillationLoss:
             self._calls <= self.mtp_heads
         ):  # the extra heads come first, with rolled labels and no teacher rows
             return self._next_token_loss(labels, output)
+        with profiling.stage("loss"):
+            return self._distillation_loss(labels, output)
+
+    def _distillation_loss(self, labels, output) -> torch.Tensor:
         batch, config = self._batch, self.config
         target = TopKTarget(
             ids=batch.topk_ids.transpose(0, 1),  # [s, b, K]
@@ -149,7 +172,24 @@ class DistillationLoss:
         else:
             loss, metrics = dense_kd_loss(output, target, **common)
         self._record(loss, metrics)
+        if self.weights.config.pairs:
+            loss = self._with_hidden_states(loss, batch.teacher_hidden)
         return loss.transpose(0, 1).contiguous()
+
+    def _with_hidden_states(self, logits_loss, teacher_hidden) -> torch.Tensor:
+        """[s, b] and the teacher's states [b, s, H] → the weighted sum of both losses [s, b]."""
+        parallel = dict(sequence_parallel=self.sequence_parallel, tp_group=self.tp_group)
+        hidden_loss = hidden_states.hidden_state_loss(
+            self._hidden,
+            hidden_states.own_part(teacher_hidden.transpose(0, 1), **parallel),
+            model=self._model,
+            kind=self.weights.config.loss,
+            **parallel,
+        )
+        total = self.weights.logits * logits_loss + self.weights.hidden * hidden_loss
+        self._metrics[hidden_states.HIDDEN_LOSS] = hidden_loss.detach().transpose(0, 1)
+        self._metrics[hidden_states.TOTAL_LOSS] = total.detach().transpose(0, 1)
+        return total
 
     def _record(self, loss, metrics) -> None:
         reported = {"kd loss": loss.detach(), "lm loss": metrics.lm_loss}
@@ -180,16 +220,32 @@ class DistillationLoss:
         return loss.transpose(0, 1).contiguous()
 
 
-def register(provider, config: LossConfig) -> None:
+def register(provider, config: LossConfig, weights: hidden_states.Weights, teacher_width) -> None:
     """Attach the loss to every chunk with an output layer when `provider` builds the model.
 
     Call it after the hook that loads the weights: hooks run in order.
+
+    Args:
+        provider: The student's model provider.
+        config: The loss between logits.
+        weights: Of it and of the loss between hidden states.
+        teacher_width: Hidden size of the cached teacher states; None without that loss.
     """
-    provider.register_pre_wrap_hook(partial(_attach, config=config, vocab_size=provider.vocab_size))
+    provider.register_pre_wrap_hook(
+        partial(
+            _attach,
+            config=config,
+            vocab_size=provider.vocab_size,
+            weights=weights,
+            teacher_width=teacher_width,
+        )
+    )
 
 
-def _attach(model: list, *, config: LossConfig, vocab_size: int) -> list:
+def _attach(model: list, *, config, vocab_size, weights, teacher_width) -> list:
     for chunk in model:
         if getattr(chunk, "post_process", False):
-            DistillationLoss(chunk, config, vocab_size)
+            if teacher_width is not None:
+                hidden_states.add_projection(chunk, chunk.config.hidden_size, teacher_width)
+            DistillationLoss(chunk, config, vocab_size, weights)
     return model

@@ -1,15 +1,14 @@
 """Online distillation: the teacher resident beside the student, in ModelOpt's DistillationModel,
-with our criterion.
+with our criteria.
 
 ModelOpt builds both models, keeps the teacher out of checkpoints and widens pipeline messages to
-carry both. What is
-ours: the full-vocabulary loss (exact under tensor parallelism), the teacher's weights proven loaded
-    and frozen, and
-reports that the host adds up correctly.
+carry both. What is ours: the losses (exact under tensor parallelism) and how they are weighed, the
+teacher's weights proven loaded and frozen, and reports that the host adds up correctly.
 
 s: sequence positions on this rank, b: micro-batch, V: vocabulary, Vp: V / tp.
 """
 
+import weakref
 from functools import partial
 
 import megatron.core.parallel_state as parallel_state
@@ -21,9 +20,10 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core.utils import unwrap_model
 from modelopt.torch.distill.plugins.megatron import BaseLoss
 
-from megatron_kd.config import DistillConfig, LossConfig
-from megatron_kd.integration import teacher_check
+from megatron_kd.config import DistillConfig, HiddenStatesConfig, LossConfig
+from megatron_kd.integration import hidden_states, profiling, teacher_check
 from megatron_kd.integration.forward_step import (
+    DataWait,
     attention_arguments,
     load_batch,
     sum_over_tokens,
@@ -122,6 +122,37 @@ class FullVocabularyLogitsKLLoss(BaseLoss):
         return self.post_forward(loss, tp_reduce=False, is_sequence_parallel=False)
 
 
+class HiddenStateLoss(BaseLoss):
+    """ModelOpt criterion between one layer of each model."""
+
+    def __init__(self, model_config, kind: str):
+        super().__init__(model_config)
+        self.kind = kind
+        self._student = None
+        self.metrics = {}
+
+    def attach(self, student: torch.nn.Module) -> None:
+        """Remember the model, whose projection is used."""
+        self._student = weakref.ref(student)
+
+    def forward(self, predictions, targets):
+        """Both layers' outputs [s', b, ·] → (loss [b, s] fp32, False, False): the same on every
+        tensor-parallel rank.
+        """
+        predictions, targets = self.pre_forward(predictions, targets)
+        group = parallel_state.get_tensor_model_parallel_group()
+        loss = hidden_states.hidden_state_loss(
+            predictions,
+            targets,
+            model=self._student(),
+            kind=self.kind,
+            sequence_parallel=self._config.sequence_parallel,
+            tp_group=group if group.size() > 1 else None,
+        )
+        self.metrics = {hidden_states.HIDDEN_LOSS: loss.detach().transpose(0, 1)}
+        return self.post_forward(loss, tp_reduce=False, is_sequence_parallel=False)
+
+
 class _OutputLayer:
     """One model's output layer, and the weight its last call used (tied embeddings pass it in)."""
 
@@ -146,15 +177,26 @@ class OnlineConfig(ModelOptDistillConfig):
     A criterion handed over beforehand would be emptied by the host's configuration overrides.
     """
 
-    def __init__(self, loss: LossConfig, student_provider, vocab_size: int):
-        self._make = partial(FullVocabularyLogitsKLLoss, student_provider, loss, vocab_size)
+    def __init__(self, loss: LossConfig, hidden: HiddenStatesConfig, student, teacher):
+        self._loss, self._hidden = loss, hidden
+        self._student, self._teacher = student, teacher
+        self._vocab_size = student.vocab_size
         super().__init__(skip_lm_loss=True)
 
     @property
     def criterion(self):
         if not parallel_state.is_initialized() or not parallel_state.is_pipeline_last_stage():
             return {}
-        return {OUTPUT_LAYERS: self._make()}
+        criteria = {
+            OUTPUT_LAYERS: FullVocabularyLogitsKLLoss(self._student, self._loss, self._vocab_size)
+        }
+        for student_layer, teacher_layer in self._hidden.pairs:
+            names = (
+                hidden_states.layer_name(student_layer, self._student),
+                hidden_states.layer_name(teacher_layer, self._teacher),
+            )
+            criteria[names] = HiddenStateLoss(self._student, self._hidden.loss)
+        return criteria
 
     @criterion.setter
     def criterion(self, value):
@@ -162,20 +204,28 @@ class OnlineConfig(ModelOptDistillConfig):
             raise ConfigError("the criterion is made with the model; it cannot be set")
 
 
-class SumBalancer(mtd.DistillationLossBalancer):
-    """The logits loss, and nothing scaled by it.
+class WeightedBalancer(mtd.DistillationLossBalancer):
+    """Weighted sum of the logits loss and the mean of the hidden-state losses.
 
-    ModelOpt's own balancer multiplies other losses by logits loss / loss: where the logits loss is
-    legitimately negative, it would maximise them.
+    ModelOpt's own balancer multiplies hidden-state losses by logits loss / hidden-state loss of the
+    same micro-batch: that depends on the layout, and where the logits loss is negative it would
+    maximise them. Ours takes its weights from `hidden_states.Weights`.
     """
+
+    def __init__(self, weights: hidden_states.Weights):
+        super().__init__()
+        self.weights = weights
 
     def forward(self, loss_dict):
         loss_dict.pop(mtd.loss_balancers.STUDENT_LOSS_KEY, None)
         logits = next(value for key, value in loss_dict.items() if "Logits" in key)
+        others = [value for key, value in loss_dict.items() if "Logits" not in key]
+        hidden = torch.stack(others).mean() if others else torch.zeros_like(logits)
+        total = self.weights.logits * logits
         return {
-            "kd_loss": logits,
+            "kd_loss": total + self.weights.hidden * hidden if others else total,
             "logits_loss": logits,
-            "intermediate_loss": torch.zeros_like(logits),
+            "intermediate_loss": hidden,
         }
 
 
@@ -203,6 +253,7 @@ def check(config: DistillConfig, container) -> None:
         raise ConfigError(
             "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
         )
+    hidden_states.check_layers(config.hidden_states, student, teacher)
     tp = student.tensor_model_parallel_size
     for name in ("num_attention_heads", "num_query_groups"):
         if getattr(teacher, name) % tp:
@@ -214,7 +265,7 @@ def check(config: DistillConfig, container) -> None:
             )
 
 
-def set_up(config: DistillConfig, container) -> "OnlineStep":
+def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> "OnlineStep":
     """Turn the container's model into student and teacher, and return the forward step for them."""
     student, teacher = container.model, _teacher_provider(config)
     for name in SHARED_FIELDS:
@@ -223,29 +274,28 @@ def set_up(config: DistillConfig, container) -> "OnlineStep":
     teacher.register_pre_wrap_hook(
         partial(teacher_check.weights_are_loaded, hf_path=config.teacher.hf_path)
     )
-    student.register_pre_wrap_hook(_attach)
-    vocab_size = student.vocab_size
+    student.register_pre_wrap_hook(partial(_attach, projects=bool(config.hidden_states.pairs)))
     # The converted provider copies later writes from student to teacher. Finalised providers have
     # no field left to derive, so the student's sizes cannot overwrite the teacher's.
     for provider in (student, teacher):
         provider.finalize()
     expected = teacher_check.shape_of(teacher)
-    kd_config = OnlineConfig(config.loss, student, vocab_size)
-    kd_config.loss_balancer = SumBalancer()
+    kd_config = OnlineConfig(config.loss, config.hidden_states, student, teacher)
+    kd_config.loss_balancer = WeightedBalancer(weights)
     container.model = convert_to_distillation_provider(student, teacher, kd_config)
     teacher.register_pre_wrap_hook(
         partial(teacher_check.has_shape, provider=teacher, expected=expected)
     )
-    return OnlineStep()
+    return OnlineStep(weights)
 
 
 def _teacher_provider(config: DistillConfig):
     return model_provider(config.teacher.hf_path, load_weights=True)
 
 
-def _attach(model: list) -> list:
-    """Pre-wrap hook, after the weights: connect criterion and output layers, check that the teacher
-    is frozen.
+def _attach(model: list, *, projects: bool) -> list:
+    """Pre-wrap hook, after the weights: connect criteria and layers, check that the teacher is
+    frozen.
     """
     for chunk in model:
         teacher_check.is_frozen(chunk.teacher_model)
@@ -253,15 +303,19 @@ def _attach(model: list) -> list:
         chunk.teacher_model.compute_language_model_loss = _no_language_model_loss
         for criterion in _criteria(chunk):
             criterion.attach(chunk, chunk.teacher_model)
+        for criterion in _criteria(chunk, HiddenStateLoss):
+            criterion.attach(chunk)
+        if projects and getattr(chunk, "post_process", False):
+            sizes = chunk.config.hidden_size, chunk.teacher_model.config.hidden_size
+            hidden_states.add_projection(chunk, *sizes)
     return model
 
 
-def _criteria(model) -> list[FullVocabularyLogitsKLLoss]:
+def _criteria(model, kind: type = FullVocabularyLogitsKLLoss) -> list:
     """Our criteria of a distillation model; ModelOpt's `loss_modules` lists only those with
     parameters.
     """
-    losses = model._layers_to_loss.values()
-    return [loss for loss in losses if isinstance(loss, FullVocabularyLogitsKLLoss)]
+    return [loss for loss in model._layers_to_loss.values() if isinstance(loss, kind)]
 
 
 def _no_language_model_loss(labels, output):
@@ -272,14 +326,25 @@ def _no_language_model_loss(labels, output):
 
 
 class OnlineStep:
-    """Callable for `pretrain`: both models' forward; the losses are formed in the loss function."""
+    """Callable for `pretrain`: both models' forward; the losses are formed in the loss function.
+
+    Args:
+        weights: Of the logits loss and the hidden-state loss.
+    """
+
+    def __init__(self, weights: hidden_states.Weights):
+        self.weights = weights
+        self.data_wait = DataWait()
 
     def __call__(
         self, state: GlobalState, data_iterator, model, return_schedule_plan: bool = False
     ):
         state.timers("batch-generator", log_level=2).start()
         batch, host_mask = load_batch(
-            data_iterator, model, documents_apart=state.cfg.dataset.documents_apart
+            data_iterator,
+            model,
+            self.data_wait,
+            documents_apart=state.cfg.dataset.documents_apart,
         )
         state.timers("batch-generator").stop()
         distilled = unwrap_model(model)
@@ -287,29 +352,38 @@ class OnlineStep:
         for criterion in criteria:
             mask = batch["loss_mask"]
             criterion.begin(batch["labels"], mask, supervised_index(host_mask, mask.device))
-        output = model(
-            input_ids=batch.get("tokens"),
-            position_ids=batch.get("position_ids"),
-            attention_mask=None,
-            labels=batch.get("labels"),
-            **attention_arguments(batch),
-        )
+        with profiling.stage("forward"):
+            output = model(
+                input_ids=batch.get("tokens"),
+                position_ids=batch.get("position_ids"),
+                attention_mask=None,
+                labels=batch.get("labels"),
+                **attention_arguments(batch),
+            )
         check = state.cfg.rerun_state_machine.check_for_nan_in_loss
         return output, partial(
             _online_loss,
             model=distilled,
-            criteria=criteria,
+            weights=self.weights,
             loss_mask=batch.get("loss_mask"),
             sample_index=batch.get("sample_index") if check else None,
         )
 
 
-def _online_loss(output, *, model, criteria, loss_mask, sample_index):
-    losses = model.compute_kd_loss(
-        student_loss=output.new_zeros(()),
-        loss_reduction_fn=partial(_masked_sum, loss_mask=loss_mask),
-    )
-    metrics = {name: value for criterion in criteria for name, value in criterion.metrics.items()}
+def _online_loss(output, *, model, weights, loss_mask, sample_index):
+    with profiling.stage("loss"):
+        losses = model.compute_kd_loss(
+            student_loss=output.new_zeros(()),
+            loss_reduction_fn=partial(_masked_sum, loss_mask=loss_mask),
+        )
+    metrics = {n: value for loss in _criteria(model) for n, value in loss.metrics.items()}
+    hidden = [loss.metrics[hidden_states.HIDDEN_LOSS] for loss in _criteria(model, HiddenStateLoss)]
+    if hidden:
+        metrics[hidden_states.HIDDEN_LOSS] = torch.stack(hidden).mean(dim=0)
+        metrics[hidden_states.TOTAL_LOSS] = (
+            weights.logits * metrics["kd loss"]
+            + weights.hidden * metrics[hidden_states.HIDDEN_LOSS]
+        )
     _, tokens, reports = sum_over_tokens(
         output, loss_mask=loss_mask, metrics=metrics, sample_index=None
     )

@@ -1,8 +1,10 @@
 """Write a run's metrics to one JSON-lines file, show progress, and report each rank's peak memory.
 
 One line per logged iteration (`"kind": "train"`) and per evaluation (`"kind": "validation"`):
-losses in nats per supervised token, the gradient norm, tokens per second, seconds, peak bytes of
-this rank. Floating-point numbers are written in full, so two runs can be compared to the bit.
+losses in nats per supervised token, the gradient norm, tokens per second, model TFLOP/s per rank,
+seconds, seconds of them spent waiting for data, peak bytes of this rank. What the host does not log
+itself goes to its TensorBoard and W&B too. Floating-point numbers are written in full, so two runs
+can be compared to the bit.
 """
 
 import json
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from tqdm import tqdm
 
+from megatron_kd.integration.forward_step import DataWait
 from megatron_kd.report.metrics_file import FILE_NAME, PEAK_MEMORY, read_metrics
 
 
@@ -28,6 +32,9 @@ class RunMetrics(Callback):
         sequence_length: Tokens of one sample, for tokens per second.
         progress: Show a bar on standard error.
     """
+
+    data_wait: DataWait | None = None
+    """Of this run's forward step, once that is made."""
 
     def __init__(self, directory: str | Path, sequence_length: int, *, progress: bool = True):
         self.directory = Path(directory)
@@ -55,11 +62,12 @@ class RunMetrics(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         cfg, step = context.state.cfg, context.state.train_state.step + 1
+        speed = self._speed(cfg)
+        if step % cfg.logger.log_interval == 0:
+            _log(context.state, speed | {"peak-GB": torch.cuda.max_memory_allocated() / 1e9}, step)
         if not self._writes or (step % cfg.logger.log_interval and step != cfg.train.train_iters):
             return
         losses = {name: value.item() for name, value in (context.loss_dict or {}).items()}
-        seconds = time.perf_counter() - self._step_started_s
-        tokens = cfg.train.global_batch_size * self.sequence_length
         self._write(
             kind="train",
             iteration=step,
@@ -67,8 +75,7 @@ class RunMetrics(Callback):
             grad_norm=_number(context.grad_norm),
             learning_rate=_learning_rate(context.optimizer),
             skipped=bool(context.skipped_iter),
-            tokens_per_s=tokens / seconds,
-            seconds=seconds,
+            **speed,
             peak_bytes=torch.cuda.max_memory_allocated(),
         )
         if self._bar is not None:
@@ -76,6 +83,17 @@ class RunMetrics(Callback):
             self._bar.set_postfix(
                 {name: f"{value:.3f}" for name, value in losses.items() if "loss" in name}
             )
+
+    def _speed(self, cfg) -> dict[str, float]:
+        seconds = time.perf_counter() - self._step_started_s
+        samples = cfg.train.global_batch_size
+        flops = num_floating_point_operations(cfg, samples) / torch.distributed.get_world_size()
+        return {
+            "tokens_per_s": samples * self.sequence_length / seconds,
+            "model_tflops_per_s": flops / seconds / 1e12,
+            "seconds": seconds,
+            "data_wait_s": self.data_wait.take(),
+        }
 
     def on_eval_end(self, context: CallbackContext) -> None:
         if context.total_loss_dict and writes_metrics(context.model):
@@ -121,6 +139,16 @@ def keep_until(path: Path, iteration: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(temporary, path)
+
+
+def _log(state, values: dict[str, float], step: int) -> None:
+    """To the host's TensorBoard and W&B, which one rank has."""
+    if state.tensorboard_logger is not None:
+        for name, value in values.items():
+            state.tensorboard_logger.add_scalar(f"distillation/{name}", value, step)
+    if state.wandb_logger is not None:
+        named = {f"distillation/{name}": value for name, value in values.items()}
+        state.wandb_logger.log(named, step)
 
 
 def _number(value) -> float | None:

@@ -13,6 +13,7 @@ from megatron_kd.teacher.engine import EngineError
 
 _READ_BYTES = 8 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Not part of what a model computes, and rewritten by tools that only load and save it.
 _IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -63,14 +64,18 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
     }
 
 
+def has_tokenizer(path: str | os.PathLike) -> bool:
+    """Whether a model directory holds a tokenizer's files."""
+    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def tokenizer_of(path: str | os.PathLike) -> str | None:
     """The hash of a model directory's tokenizer; None where it holds none."""
     from transformers import AutoTokenizer
 
     from megatron_kd.data.documents import tokenizer_hash
 
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((Path(path) / name).is_file() for name in names):
+    if not has_tokenizer(path):
         return None
     return tokenizer_hash(AutoTokenizer.from_pretrained(path, use_fast=True))
 

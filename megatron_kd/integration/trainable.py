@@ -1,0 +1,44 @@
+"""Train a part of the student and keep the rest as it is."""
+
+from fnmatch import fnmatchcase
+
+import torch
+
+from megatron_kd.typed_mapping import ConfigError
+
+
+def train_only(model: list, *, patterns: list[str]) -> list:
+    """Pre-wrap hook: freeze every parameter whose name matches no pattern.
+
+    Args:
+        model: Chunks of this pipeline stage.
+        patterns: Shell-style, on Megatron-Core's parameter names: `*.mlp.*`, `output_layer.*`.
+
+    Raises:
+        ConfigError: A pattern matches no parameter of any stage, or a stage keeps nothing to train.
+    """
+    found, names, trainable = set(), [], 0
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("_teacher_model."):
+                continue
+            names.append(name)
+            matching = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+            found |= matching
+            parameter.requires_grad_(bool(matching))
+            trainable += bool(matching)
+    everywhere = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, (sorted(found), trainable))
+    unmatched = set(patterns) - {pattern for matched, _ in everywhere for pattern in matched}
+    if unmatched:
+        raise ConfigError(
+            f"student.train_only: {', '.join(sorted(unmatched))} matches no parameter; there are, "
+            "for "
+            f"example, {', '.join(names[:4])}"
+        )
+    if not all(count for _, count in everywhere):
+        raise ConfigError(
+            "student.train_only leaves a pipeline stage without a parameter to train, which the "
+            "host's optimizer cannot hold; name parameters of every stage, or use fewer stages"
+        )
+    return model

@@ -1,0 +1,129 @@
+"""`megatron-kd doctor` and `megatron-kd export` on the small world."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import small_world
+import torch
+from launch import DISTILL, REPOSITORY, environment, run, torchrun
+from transformers import AutoModelForCausalLM
+
+# One process answers all of these: importing the host takes longer than the answers.
+CALL_ALL = """
+import contextlib, io, json, sys
+from megatron_kd import cli
+for arguments in json.load(sys.stdin):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        status = cli.main(arguments)
+    print("ANSWER " + json.dumps([status, " ".join(output.getvalue().split())]))
+"""
+
+
+def call_all(calls: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
+    """name → (exit status, output with its white space folded) of several command lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALL_ALL],
+        input=json.dumps(list(calls.values())),
+        env=environment() | {"COLUMNS": "400"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert len(lines) == len(calls), done.stderr[-3000:]
+    return dict(zip(calls, map(json.loads, lines), strict=True))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A TP-2 run of four iterations with a checkpoint after each two; and its recipe."""
+    recipe = small_world.build(tmp_path_factory.mktemp("commands"))
+    folder = recipe.parent / "run"
+    run(
+        torchrun(
+            2,
+            DISTILL,
+            "--config",
+            recipe,
+            "bridge.train.train_iters=4",
+            "bridge.train.eval_iters=0",
+            "bridge.model.tensor_model_parallel_size=2",
+            f"bridge.checkpoint.save={folder}/checkpoints",
+            f"bridge.checkpoint.load={folder}/checkpoints",
+            "bridge.checkpoint.save_interval=2",
+            f"export.hf_path={folder}/hf",
+        )
+    )
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def answers(finished):
+    folder = finished.parent
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher").eval()
+    for split in ("train", "validation"):
+        small_world.write_cache(
+            folder / "other-vocabulary" / split,
+            teacher,
+            small_world.documents(6, seed=9),
+            vocab_size=small_world.VOCAB_SIZE + 12,
+        )
+    doctor = ["doctor", str(finished), f"output_dir={folder}/new"]
+    saves = f"bridge.checkpoint.save={folder}/new/checkpoints"
+    export = ["export", "--run", f"{folder}/run"]
+    return call_all(
+        {
+            "fine": [*doctor, saves],
+            "machine": ["doctor"],
+            "cache": [*doctor, f"cache.path={folder}/other-vocabulary"],
+            "key": [*doctor, "loss.imp=dense"],
+            "disk": [*doctor, saves, "bridge.checkpoint.save_interval=1"]
+            + ["bridge.train.train_iters=1000000000"],
+            "last": [*export, "--output", f"{folder}/last"],
+            "second": [*export, "--output", f"{folder}/second", "--iteration", "2"],
+            "none": [*export, "--output", f"{folder}/none", "--iteration", "3"],
+        }
+    )
+
+
+def test_doctor_finds_nothing_wrong(answers):
+    for name in ("fine", "machine"):
+        status, output = answers[name]
+        assert (status, "0 faults" in output) == (0, True), output
+    assert "500 ids, padded to 512: 12 rows" in answers["fine"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cache", "captured over 512 ids"),
+        ("key", "loss.imp"),
+        ("disk", "bridge.checkpoint.most_recent_k"),
+    ],
+)
+def test_doctor_names_the_fault(answers, name, said):
+    status, output = answers[name]
+    assert status == 1
+    assert said in output and "1 faults" in output
+
+
+def test_the_exported_checkpoint_is_the_trained_student(finished, answers):
+    folder = finished.parent
+    assert answers["last"][0] == answers["second"][0] == 0, answers["last"][1]
+    trained, last, second = (
+        AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+        for name in ("run/hf", "last", "second")
+    )
+    assert trained.keys() == last.keys()
+    assert all(torch.equal(trained[name], last[name]) for name in trained)
+    assert any(not torch.equal(trained[name], second[name]) for name in trained)
+
+
+def test_a_missing_checkpoint_is_named(answers):
+    status, output = answers["none"]
+    assert status == 1
+    assert "no checkpoint of iteration 3" in output and "[2, 4]" in output

@@ -1,0 +1,163 @@
+"""Losses between hidden states, offline from the cache and online through ModelOpt: the same curve
+in every layout, the first value equal to plain PyTorch's.
+"""
+
+import json
+
+import pytest
+import torch
+from launch import Curves, run_cases
+from small_world import (
+    TOPK,
+    TRAIN_SAMPLES,
+    VALIDATION_SAMPLES,
+    VOCAB_SIZE,
+    build,
+    documents,
+    online,
+)
+
+from megatron_kd.cache import CacheWriter
+
+TP2 = "bridge.model.tensor_model_parallel_size=2"
+PP2 = "bridge.model.pipeline_model_parallel_size=2"
+NO_EVALUATION = "bridge.train.eval_iters=0"
+LAST = "hidden_states.pairs=[[final_norm,final_norm]]"
+PAIRS = "hidden_states.pairs=[[-1,3],[final_norm,final_norm]]"
+COSINE_ALONE = ["hidden_states.loss=cosine", "hidden_states.logits_weight=0"]
+BALANCED = ["hidden_states.balance=true", "hidden_states.weight=0.5"]
+
+
+@torch.no_grad()
+def write_hidden_cache(directory, teacher, samples) -> None:
+    """The small world's cache, with the teacher's last hidden state in fp32."""
+    with CacheWriter(
+        directory,
+        vocab_size=VOCAB_SIZE,
+        topk=TOPK,
+        teacher="small",
+        tokenizer="none",
+        codec="fp16",
+        shard_positions=256,
+        hidden_size=teacher.config.hidden_size,
+        hidden_dtype="float32",
+    ) as writer:
+        for tokens, mask in samples:
+            hidden = teacher.model(tokens[None]).last_hidden_state[0]
+            values, ids = torch.log_softmax(teacher.lm_head(hidden), -1).topk(TOPK, dim=-1)
+            writer.append(tokens, mask, ids, values, hidden=hidden)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("hidden")
+    recipe = build(directory)
+    teacher = AutoModelForCausalLM.from_pretrained(directory / "teacher").eval()
+    for split, count, seed in (("train", TRAIN_SAMPLES, 3), ("validation", VALIDATION_SAMPLES, 4)):
+        write_hidden_cache(directory / "cache-hidden" / split, teacher, documents(count, seed))
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def runs(world) -> dict[str, Curves]:
+    cached = [f"cache.path={world.parent}/cache-hidden", LAST]
+    resident = [*online(world.parent, "fused_online"), PAIRS]
+    export = f"export.hf_path={world.parent}/exported"
+    one = run_cases(
+        world,
+        1,
+        {
+            "offline": [*cached, export],
+            "offline-dense": [*cached, "loss.impl=dense"],
+            "offline-micro-batch-4": [*cached, *BALANCED, "bridge.train.micro_batch_size=4"],
+            "offline-balanced": [*cached, *BALANCED],
+            "offline-alone": [*cached, *COSINE_ALONE],
+            "online-last": [*online(world.parent, "fused_online"), LAST],
+            "online": resident,
+            "online-alone": [*resident, *COSINE_ALONE],
+        },
+    )
+    two = run_cases(
+        world,
+        2,
+        {
+            "offline-tp2": [*cached, TP2],
+            "offline-dp2": [*cached, *BALANCED],
+            "offline-pp2": [*cached, PP2],
+            "online-tp2": [*resident, TP2],
+            "online-pp2": [*resident, PP2, NO_EVALUATION],
+            "online-alone-dp2": [*resident, *COSINE_ALONE],
+        },
+    )
+    return one | two
+
+
+EQUAL = [
+    ("offline", "offline-dense"),
+    ("offline", "offline-tp2"),
+    ("offline", "offline-pp2"),
+    ("offline-balanced", "offline-micro-batch-4"),
+    ("offline-balanced", "offline-dp2"),
+    ("online", "online-tp2"),
+    ("online", "online-pp2"),
+    ("online-alone", "online-alone-dp2"),
+]
+
+
+@pytest.mark.parametrize(("reference", "other"), EQUAL, ids=lambda name: name)
+def test_curves_are_equal(runs, reference, other):
+    a, b = runs[reference], runs[other]
+    assert len(a.train("hidden loss")) == 6
+    for name in ("kd loss", "hidden loss", "total loss"):
+        assert b.train(name) == pytest.approx(a.train(name), rel=1e-5)
+        if b.validation():
+            assert b.validation(name) == pytest.approx(a.validation(name), rel=1e-5)
+    assert b.grad_norms() == pytest.approx(a.grad_norms(), rel=1e-4)
+
+
+def test_the_first_value_is_that_of_plain_pytorch(world, runs):
+    from transformers import AutoModelForCausalLM
+
+    models = [
+        AutoModelForCausalLM.from_pretrained(world.parent / name, dtype=torch.float64).eval()
+        for name in ("student", "teacher")
+    ]
+    generator = torch.Generator().manual_seed(20)  # as the projection starts
+    projection = torch.randn(64, 32, generator=generator).double() / 32**0.5
+    total = tokens = 0.0
+    with torch.no_grad():
+        for ids, mask in documents(VALIDATION_SAMPLES, seed=4):
+            student, teacher = (model.model(ids[None]).last_hidden_state[0] for model in models)
+            error = (student @ projection.T - teacher).square().mean(-1)
+            total, tokens = total + error[mask].sum().item(), tokens + mask.sum().item()
+    for name in ("offline", "online-last"):
+        first = runs[name].validation("hidden loss")[0]
+        assert first == pytest.approx(total / tokens, rel=1e-5), name
+
+
+def test_hidden_states_alone_leave_the_logits_out(runs):
+    for name in ("offline-alone", "online-alone"):
+        curves = runs[name]
+        assert curves.train("total loss") == pytest.approx(curves.train("hidden loss"), rel=1e-6)
+        assert curves.validation("hidden loss")[-1] < curves.validation("hidden loss")[0]
+
+
+def test_a_balanced_loss_has_the_asked_share(runs):
+    curves = runs["offline-balanced"]
+    kd, hidden, total = (curves.train(name) for name in ("kd loss", "hidden loss", "total loss"))
+    weights = [0.5] + [0.5 * abs(k) / h for k, h in zip(kd, hidden, strict=True)][:-1]
+    expected = [k + w * h for k, h, w in zip(kd, hidden, weights, strict=True)]
+    assert total == pytest.approx(expected, rel=1e-6)
+    written = (curves.directory / "balance.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in written] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_export_leaves_the_projection_out(world, runs):
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        world.parent / "exported", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
