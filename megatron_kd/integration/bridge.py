@@ -24,6 +24,7 @@ from megatron_kd.integration import (
     hidden_states,
     host_config,
     host_patches,
+    host_version,
     loss_seam,
     modelopt,
     profiling,
@@ -48,6 +49,7 @@ def prepare(config: DistillConfig) -> ConfigContainer:
         ValueError: Cache, data, checkpoint and model do not fit together; the message names the
             remedy.
     """
+    host_version.check()
     container = host_config.build_container(config)
     profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
     selection.check(config.selection, container)

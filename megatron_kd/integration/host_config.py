@@ -5,7 +5,6 @@ Order: defaults that suit distillation, then the recipe's `bridge` section (chec
 own dataclasses), then what distillation requires, which a recipe may not contradict.
 """
 
-import importlib.metadata
 import os
 from pathlib import Path
 
@@ -25,12 +24,12 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 from megatron_kd.config import DistillConfig
-from megatron_kd.integration import cpu_backend, parallel_attributes, weights_complete
+from megatron_kd.integration import cpu_backend, host_version, parallel_attributes, weights_complete
 from megatron_kd.integration.compatibility import data_sequence_length
 from megatron_kd.integration.dataset_provider import DistillDatasetProvider
 from megatron_kd.typed_mapping import ConfigError, update
 
-TESTED_HOSTS = {"megatron-bridge": ("0.3.1",), "megatron-core": ("0.16.1",)}
+TESTED_HOSTS = host_version.TESTED
 
 # key → (required value, why). A recipe that sets another value is refused.
 REQUIRED = {
@@ -53,11 +52,6 @@ REQUIRED = {
         "bridge.ddp.use_megatron_fsdp",
     ),
 }
-
-
-def host_versions() -> dict[str, str]:
-    """Installed versions of the packages whose internals the integration touches."""
-    return {name: importlib.metadata.version(name) for name in TESTED_HOSTS}
 
 
 def model_provider(hf_path: str, load_weights: bool):

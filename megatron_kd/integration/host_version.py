@@ -11,8 +11,6 @@ import importlib.metadata
 import inspect
 import logging
 
-from packaging.version import Version
-
 TESTED = {"megatron-bridge": ("0.3.1", "0.6.2"), "megatron-core": ("0.16.1", "0.19.2")}
 
 # What the integration replaces, calls with more than a documented signature, or reads from inside.
@@ -40,7 +38,7 @@ def check() -> None:
     """Warn of an untested host; refuse one that lacks a seam.
 
     Raises:
-        RuntimeError: Something the integration hooks into is not there; the message names all of it.
+        RuntimeError: Something the integration hooks into is not there; all of it is named.
     """
     missing = [seam for seam in SEAMS if not _exists(seam)]
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -71,8 +69,34 @@ def batch_on_this_cp_rank(batch: dict, cp_group) -> dict:
     return get_batch_on_this_cp_rank(batch, cp_group=cp_group)
 
 
-def _is_at_least(package: str, version: str) -> bool:
-    return Version(importlib.metadata.version(package)) >= Version(version)
+def convert_to_distillation(student, teacher, kd_config, attach):
+    """ModelOpt's provider of student and teacher, `attach` among its hooks, on the converted model.
+
+    Bridge 0.3 converts while it builds, before any hook; there, a hook registered afterwards could
+    end up on the teacher. Bridge 0.6 converts in a hook of its own, so ours must follow it.
+    """
+    from megatron.bridge.models.distillation_provider import (
+        DistillationProvider,
+        convert_to_distillation_provider,
+    )
+
+    converts_in_hook = hasattr(DistillationProvider, "_convert_hook")
+    if not converts_in_hook:
+        student.register_pre_wrap_hook(attach)
+    converted = convert_to_distillation_provider(student, teacher, kd_config)
+    if converts_in_hook:
+        converted.register_pre_wrap_hook(attach)
+    return converted
+
+
+def evaluates_distillation_pipelines() -> bool:
+    """Whether evaluation sizes the messages between pipeline stages for both models.
+
+    Bridge 0.3 sizes them for the student alone, and fails.
+    """
+    from megatron.bridge.training import eval as host_evaluation
+
+    return hasattr(host_evaluation, "get_tensor_shapes_adjust_fn_for_distillation")
 
 
 def _named_versions() -> list[list[str]]:

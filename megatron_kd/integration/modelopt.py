@@ -14,14 +14,13 @@ from functools import partial
 import megatron.core.parallel_state as parallel_state
 import modelopt.torch.distill as mtd
 import torch
-from megatron.bridge.models.distillation_provider import convert_to_distillation_provider
 from megatron.bridge.training.post_training.distillation import ModelOptDistillConfig
 from megatron.bridge.training.state import GlobalState
 from megatron.core.utils import unwrap_model
 from modelopt.torch.distill.plugins.megatron import BaseLoss
 
 from megatron_kd.config import DistillConfig, HiddenStatesConfig, LossConfig
-from megatron_kd.integration import hidden_states, profiling, teacher_check
+from megatron_kd.integration import hidden_states, host_version, profiling, teacher_check
 from megatron_kd.integration.forward_step import (
     DataWait,
     attention_arguments,
@@ -242,7 +241,12 @@ def check(config: DistillConfig, container) -> None:
             "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
             "masks the teacher's padding rows"
         )
-    if student.pipeline_model_parallel_size > 1 and container.train.eval_iters:
+    evaluates_pipelines = host_version.evaluates_distillation_pipelines()
+    if (
+        student.pipeline_model_parallel_size > 1
+        and container.train.eval_iters
+        and not evaluates_pipelines
+    ):
         raise ConfigError(
             "this host evaluates a distillation model with messages sized for the student alone, "
             "so "
@@ -274,7 +278,6 @@ def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> 
     teacher.register_pre_wrap_hook(
         partial(teacher_check.weights_are_loaded, hf_path=config.teacher.hf_path)
     )
-    student.register_pre_wrap_hook(partial(_attach, projects=bool(config.hidden_states.pairs)))
     # The converted provider copies later writes from student to teacher. Finalised providers have
     # no field left to derive, so the student's sizes cannot overwrite the teacher's.
     for provider in (student, teacher):
@@ -282,7 +285,8 @@ def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> 
     expected = teacher_check.shape_of(teacher)
     kd_config = OnlineConfig(config.loss, config.hidden_states, student, teacher)
     kd_config.loss_balancer = WeightedBalancer(weights)
-    container.model = convert_to_distillation_provider(student, teacher, kd_config)
+    attach = partial(_attach, projects=bool(config.hidden_states.pairs))
+    container.model = host_version.convert_to_distillation(student, teacher, kd_config, attach)
     teacher.register_pre_wrap_hook(
         partial(teacher_check.has_shape, provider=teacher, expected=expected)
     )
