@@ -18,7 +18,7 @@ from huggingface_hub.repocard import metadata_save
 from megatron_kd.data.publish import published_directory
 
 PROVENANCE = "import.json"
-CONVERTER = 3
+CONVERTER = 4
 """Raised whenever the same file would give another directory."""
 # Architectures whose weights this module reads, the dense decoders a student can be cut from.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
