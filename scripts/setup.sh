@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack 0.3]
+# Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack 0.3|0.6]
+# 0.3, the default, goes to .venv; 0.6 to .venv-0.6 beside it.
 # Needs Python 3.11 or 3.12 and a package index, nothing else. No CUDA build is installed: on GPUs use the NGC PyTorch
 # container and `pip install -e .[bridge]` instead.
 set -euo pipefail
@@ -8,8 +9,8 @@ cd "$(dirname "$0")/.."
 stack=0.3
 while (($#)); do
     case $1 in
-        --stack) stack=${2:?--stack needs a version, 0.3}; shift 2 ;;
-        *) echo "setup.sh: unknown option $1 (known: --stack 0.3)" >&2; exit 2 ;;
+        --stack) stack=${2:?--stack needs a version, 0.3 or 0.6}; shift 2 ;;
+        *) echo "setup.sh: unknown option $1 (known: --stack 0.3, --stack 0.6)" >&2; exit 2 ;;
     esac
 done
 lists=scripts/requirements
@@ -39,7 +40,9 @@ rm -rf "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 # The constraints hold every package of the environment, so pip has nothing to resolve, and two of them share the work.
 pinned=$lists/stack-$stack-constraints.txt
-"${pip[@]}" --no-deps $(grep '^torch==' $pinned) -r $lists/stack-$stack-nodeps.txt &
+anyway=()
+[[ $stack != 0.6 ]] || anyway=(--ignore-requires-python) # why: stack-0.6-nodeps.txt
+"${pip[@]}" --no-deps "${anyway[@]}" $(grep '^torch==' $pinned) -r $lists/stack-$stack-nodeps.txt &
 "${pip[@]}" --no-deps -r <(grep -v '^torch==' $pinned)
 wait $!
 "${pip[@]}" --no-deps --no-build-isolation --editable .
