@@ -34,8 +34,12 @@ def _torch() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from megatron_kd.integration import cpu_backend
+
     yield Finding("ok", "PyTorch", f"{torch.__version__}, {os.cpu_count()} cores")
-    if torch.cuda.is_available():
+    # Once the CPU backend is on, it answers for the GPU it stands in for.
+    has_gpu = torch.cuda.is_available() and not cpu_backend.is_active()
+    if has_gpu:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)

@@ -9,6 +9,7 @@ loading and refused afterwards.
 import torch
 
 LISTED = 4
+TEACHER = "_teacher_model."
 
 
 class MissingWeightsError(RuntimeError):
@@ -45,5 +46,7 @@ def _refuse_marks(model: list, hf_path: str) -> list:
 def _parameters(model: list):
     for chunk in model:
         for name, parameter in chunk.named_parameters():
+            if name.startswith(TEACHER):
+                continue  # it is loaded, and checked, on its own
             if parameter.is_floating_point() and not parameter.is_meta and parameter.numel():
                 yield name, parameter
