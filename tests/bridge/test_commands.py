@@ -77,7 +77,7 @@ def answers(finished):
     export = ["export", "--run", f"{folder}/run"]
     return call_all(
         {
-            "fine": [*doctor, saves],
+            "fine": [*doctor, saves, "bridge.model.make_vocab_size_divisible_by=128"],
             "machine": ["doctor"],
             "cache": [*doctor, f"cache.path={folder}/other-vocabulary"],
             "key": [*doctor, "loss.imp=dense"],
