@@ -42,15 +42,20 @@ def main(argv=None) -> int:
     # nvidia-modelopt depends on a package whose mere presence makes PyTorch warn at every start.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated")
     command = importlib.import_module(COMMANDS[name][0])
-    sub = argparse.ArgumentParser(prog=f"megatron-kd {name}", description=command.__doc__)
-    sub.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_arguments(sub)
-    args = sub.parse_args(arguments[1:])
+    args = parser_of(name, command).parse_args(arguments[1:])
     try:
         return command.run(args)
     except (ValueError, OSError) as error:  # bad input: the message is the whole story
         print(f"megatron-kd {name}: {error}", file=sys.stderr)
         return 1
+
+
+def parser_of(name: str, command) -> argparse.ArgumentParser:
+    """The arguments of one sub-command, whose module is `command`."""
+    parser = argparse.ArgumentParser(prog=f"megatron-kd {name}", description=command.__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_arguments(parser)
+    return parser
 
 
 if __name__ == "__main__":

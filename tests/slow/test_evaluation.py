@@ -1,5 +1,5 @@
-"""scripts/evaluate.sh with the real lm-evaluation-harness, on the quickstart's models and a task whose
-data is here. Makes `.venv-eval` where the harness is not installed.
+"""scripts/evaluate.sh with the real lm-evaluation-harness, on the quickstart's models and a task
+whose data is here. Makes `.venv-eval` where the harness is not installed.
 """
 
 import csv
