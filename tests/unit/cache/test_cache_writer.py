@@ -1,10 +1,8 @@
 """The writer refuses what is no truncated distribution, and dies without leaving half a cache."""
 
-import errno
 import json
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -312,71 +310,3 @@ def test_reopening_keeps_sound_shards(tmp_path):
     )
     publish_manifest(path, samples=12)
     assert directory_bytes(path) == before
-
-
-def test_reopening_believes_no_entry_left_by_a_killed_writer(tmp_path, monkeypatch):
-    """It died after its manifest and before it took the entries away."""
-    monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
-    path = write_cache(tmp_path / "c", make_samples(count=12))
-    monkeypatch.undo()
-    assert list((path / "finished").glob("shard-*.json"))
-    reopen(path, without=[1])
-    assert 1 not in finished_shards(path) and 0 in finished_shards(path)
-
-
-def test_a_full_disk_leaves_no_trace_of_the_shard(tmp_path, monkeypatch):
-    """The entry must never be there before its shard is."""
-    real = os.fsync
-    open_files = []
-
-    def full(descriptor):
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        open_files.append(os.path.basename(name))
-        if "shard-000001.safetensors" in name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_cache(tmp_path / "c", make_samples(count=12))
-    assert any("shard-000000.safetensors" in name for name in open_files)
-    assert sorted(finished_shards(tmp_path / "c")) == [0]
-    left = [file.name for file in (tmp_path / "c").rglob("*") if file.is_file()]
-    assert sorted(left) == ["shard-000000.json", "shard-000000.safetensors", "spec.json"]
-
-
-def test_only_whole_shards_count_as_finished(tmp_path):
-    path = write_cache(tmp_path / "c", make_samples(count=12))
-    count = len(CacheReader(path).shards)
-    reopen(path)
-    assert sorted(finished_shards(path)) == list(range(count))
-    os.truncate(path / "shard-000001.safetensors", 100)
-    (path / "shard-000002.safetensors").unlink()
-    assert sorted(finished_shards(path)) == [n for n in range(count) if n not in (1, 2)]
-
-
-@pytest.mark.parametrize("damage", [b"", b"\x00" * 90, b"[]", "another's"])
-def test_a_shard_with_a_broken_entry_is_made_again(tmp_path, damage):
-    path = write_cache(tmp_path / "c", make_samples(count=12))
-    whole = directory_bytes(path)
-    reopen(path)
-    entry = path / "finished" / "shard-000001.json"
-    if damage == "another's":
-        damage = entry.with_name("shard-000002.json").read_bytes()
-    entry.write_bytes(damage)
-    assert 1 not in finished_shards(path)
-    spec = CacheSpec.from_dict(json.loads((path / "spec.json").read_text()))
-    first = finished_shards(path)[0].samples
-    writer = ShardWriter(path, spec, 1, first)
-    for sample in make_samples(count=12)[first : finished_shards(path)[2].first_sample]:
-        writer.append(*sample)
-    writer.publish()
-    publish_manifest(path, samples=12)
-    assert directory_bytes(path) == whole
-
-
-def test_a_foreign_directory_is_left_alone(tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(CacheError, match="other files"):
-        CacheWriter(tmp_path, **SETTINGS)
-    assert os.listdir(tmp_path) == ["thesis.txt"]
