@@ -54,7 +54,7 @@ step "result"
 megatron-kd report --run $out/offline --cache $out/cache --before $out/student --after $out/offline/hf
 
 if $compare; then
-    plain="bridge.train.train_iters=20 bridge.train.eval_interval=20 bridge.checkpoint.save=null bridge.checkpoint.load=null"
+    plain="bridge.train.train_iters=20 bridge.train.global_batch_size=2 bridge.train.eval_interval=20 bridge.checkpoint.save=null bridge.checkpoint.load=null"
     layouts=()
     compared() { # name, ranks, overrides …
         step "compare: $1"
