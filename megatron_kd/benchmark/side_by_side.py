@@ -1,10 +1,12 @@
 """All implementations in turn in one warm process: their ratios, on a machine that others use.
 
 Within a round everything runs once, so a slow spell hits neighbours alike; a ratio is the median
-over rounds of the ratio to that round's bare products. The order changes from round to round.
+over rounds of the ratio to that round's bare products. The order changes from round to round. With
+one thread the ratio of processor times says the same without the time spent waiting for a core.
 """
 
 import random
+import time
 
 import torch
 
@@ -33,8 +35,10 @@ def measure_side_by_side(cases: list[Case], chunk_tokens: int) -> list[tuple[Cas
     for _ in range(cases[0].iterations):
         order.shuffle(running)
         for case in running:
+            cpu_start_s = time.process_time()
             time_ms = timed_step_ms(IMPLEMENTATIONS[case.implementation], inputs)
             outcomes[case]["times_ms"].append(time_ms)
+            outcomes[case]["cpu_times_ms"].append((time.process_time() - cpu_start_s) * 1e3)
     return list(outcomes.items())
 
 
@@ -59,6 +63,7 @@ def _prepare(case: Case, inputs) -> dict:
         "status": "ok",
         "note": "",
         "times_ms": [],
+        "cpu_times_ms": [],
         "peak_memory_bytes": peak,
         "transient_memory_bytes": transient_bytes(peak, inputs),
     }

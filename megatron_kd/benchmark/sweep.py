@@ -180,14 +180,24 @@ def _side_by_side_rows(config: BenchmarkConfig, cases: list[Case], threads: int,
                 if case.seq_tokens == length and case.chunk_tokens in (None, chunk)
             ]
             outcomes = measure_side_by_side(group, chunk)
-            bare = next(outcome.get("times_ms") for case, outcome in outcomes if is_bare(case))
+            bare = next(outcome for case, outcome in outcomes if is_bare(case))
+            times = bare.get("times_ms"), where, bare.get("cpu_times_ms")
             for case, outcome in outcomes:
-                yield row_of(case, "side_by_side", outcome, bare, where)
+                yield row_of(case, "side_by_side", outcome, *times)
 
 
 def summary(rows: list[dict]) -> Table:
     table = Table(title="ratios are to the three bare products of the same shape")
-    names = ("implementation", "tokens", "chunk", "time (ms)", "ratio", "peak (MiB)", "status")
+    names = (
+        "implementation",
+        "tokens",
+        "chunk",
+        "time (ms)",
+        "ratio",
+        "CPU",
+        "peak (MiB)",
+        "status",
+    )
     for name in names:
         justify = "left" if name in ("implementation", "status") else "right"
         table.add_column(name, justify=justify)
@@ -199,6 +209,7 @@ def summary(rows: list[dict]) -> Table:
             str(row["chunk_tokens"]),
             str(row["time_median_ms"]),
             str(row["ratio_to_bare_products"]),
+            str(row["cpu_ratio_to_bare_products"]),
             f"{peak / 2**20:.1f}" if peak != "" else "",
             row["status"] if row["status"] == "ok" else f"{row['status']}: {row['note']}",
         )

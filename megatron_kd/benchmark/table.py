@@ -35,6 +35,7 @@ COLUMNS = (
     "iterations_per_s",
     "ratio_to_bare_products",
     "ratio_to_bare_products_best",
+    "cpu_ratio_to_bare_products",
     "peak_memory_bytes",
     "transient_memory_bytes",
     "chunk_logits_fp32_bytes",
@@ -48,14 +49,23 @@ NUMBERS = {
     **dict.fromkeys(("chunk_logits_fp32_bytes",), int),
     **dict.fromkeys(("time_median_ms", "time_min_ms", "iterations_per_s"), float),
     **dict.fromkeys(("ratio_to_bare_products", "ratio_to_bare_products_best"), float),
+    "cpu_ratio_to_bare_products": float,
     "transient_per_chunk_logits": float,
 }
 
 
-def row_of(case: Case, mode: str, outcome: dict, bare_ms: list[float] | None, where: dict) -> dict:
+def row_of(
+    case: Case,
+    mode: str,
+    outcome: dict,
+    bare_ms: list[float] | None,
+    where: dict,
+    bare_cpu_ms: list[float] | None = None,
+) -> dict:
     """A row from the outcome of `measure` (or only its status and note).
 
-    bare_ms: The bare products' times at the same shape. side_by_side: of the same rounds.
+    bare_ms: The bare products' times at the same shape. side_by_side: of the same rounds, and
+    bare_cpu_ms their processor times.
     """
     implementation = IMPLEMENTATIONS[case.implementation]
     row = dict.fromkeys(COLUMNS, "")
@@ -89,6 +99,9 @@ def row_of(case: Case, mode: str, outcome: dict, bare_ms: list[float] | None, wh
             ratio = statistics.median(t / b for t, b in zip(times, bare_ms, strict=True))
         row["ratio_to_bare_products"] = round(ratio, 4)
         row["ratio_to_bare_products_best"] = round(min(times) / min(bare_ms), 4)
+    if bare_cpu_ms:
+        ratios = [t / b for t, b in zip(outcome["cpu_times_ms"], bare_cpu_ms, strict=True)]
+        row["cpu_ratio_to_bare_products"] = round(statistics.median(ratios), 4)
     if case.chunk_tokens is not None:
         logits = 4 * min(case.chunk_tokens, case.seq_tokens) * case.vocab // case.tp
         row["chunk_logits_fp32_bytes"] = logits
