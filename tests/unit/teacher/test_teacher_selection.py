@@ -92,6 +92,7 @@ def test_random_draws_are_unbiased_and_repeat():
     np.testing.assert_array_equal(draws_of(tokens, rows[100:200], request), uniforms[100:200])
     other = draws_of(tokens, rows, RowRequest(topk=4, vocab_size=4, sampling="random", seed=7))
     assert (other != uniforms).mean() > 0.99
+    assert (draws_of(tokens[::-1], rows, request) != uniforms).mean() > 0.99
 
 
 def test_order_rows_takes_the_first_k_of_k_plus_one():

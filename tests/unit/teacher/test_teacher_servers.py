@@ -1,5 +1,6 @@
 import base64
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,13 +34,16 @@ def ask(engine, server, docs, request=REQUEST, **options):
     return dict(made.stream(docs))
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.4])
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_equal_the_transformers_engine(engine, flat, model, teacher_dir):
+def test_rows_equal_the_transformers_engine(engine, flat, top_p, model, teacher_dir):
     docs = documents(0, [1, 2, 17, 40, 33])
-    want = dict(TransformersEngine(teacher_dir, REQUEST, TransformersOptions()).stream(docs))
+    request = replace(REQUEST, top_p=top_p)
+    want = dict(TransformersEngine(teacher_dir, request, TransformersOptions()).stream(docs))
     with ModelServer(model, flat=flat) as server:
-        got = ask(engine, server, docs)
+        got = ask(engine, server, docs, request)
+    assert any((rows.topk_ids == -1).any() for rows in want.values()) is (top_p < 1)
     assert sorted(got) == sorted(want)
     for index in want:
         np.testing.assert_array_equal(got[index].topk_ids, want[index].topk_ids)
