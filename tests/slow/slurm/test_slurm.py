@@ -85,8 +85,8 @@ def train(cluster, node_environment, world, output, *options, overrides=()) -> s
 
 
 def logs(output) -> str:
-    texts = [f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(output.glob("slurm/*.log"))]
-    return "\n".join(texts)
+    files = sorted(output.glob("slurm/*.log"))
+    return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
 
 
 def wait_for(condition, seconds, what):
