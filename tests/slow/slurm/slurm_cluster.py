@@ -94,7 +94,7 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node loses power: its slurmd and everything that ran under it are gone at once."""
         daemon = self._processes.pop(f"slurmd-{node}")
-        tasks = [process for process in psutil.process_iter() if _node_of(process) == node]
+        tasks = self._processes_of(node)
         keepers = {p for task in tasks for p in task.parents() if p.name().startswith("slurmstepd")}
         daemon.kill()
         daemon.wait()
@@ -128,15 +128,21 @@ class Cluster:
         return self.field(job, "JobState")
 
     def stop(self) -> None:
+        for node in ("n1", "n2"):
+            if f"slurmd-{node}" in self._processes:
+                self.kill_node(node)
         for process in reversed(list(self._processes.values())):
-            for victim in _descendants(psutil.Process(process.pid)):
-                _kill(victim)
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _processes_of(self, node: str) -> list[psutil.Process]:
+        """What jobs of this cluster run on a node; another cluster's n1 is somebody else's."""
+        wanted = {"SLURMD_NODENAME": node, "SLURM_CONF": self.environment["SLURM_CONF"]}
+        return [p for p in psutil.process_iter() if wanted.items() <= _environment(p).items()]
 
     def _daemon(self, name: str, *arguments: str, program: str | None = None) -> None:
         with open(self.folder / f"{name}.log", "a") as log:
@@ -149,18 +155,11 @@ class Cluster:
             )
 
 
-def _node_of(process: psutil.Process) -> str | None:
+def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ().get("SLURMD_NODENAME")
+        return process.environ()
     except psutil.Error:
-        return None
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+        return {}
 
 
 def _kill(process: psutil.Process) -> None:
