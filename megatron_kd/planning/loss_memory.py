@@ -4,8 +4,7 @@ Counted from `megatron_kd.losses` as it runs on CUDA, where the fused kernels ne
 a chunk's size:
 
     dense            the host's logits and their fp32 copy, which becomes the gradient
-    sparse_chunked   the host's logits, into which the gradient is written, and two chunks in fp32:
-                     the next is made before the last is let go
+    sparse_chunked   the host's logits, into which the gradient is written, and a copy of one chunk
     fused_chunked    one chunk; dH; the output matrix's gradient dW in fp32, unless recompute adds
                      it to the host's buffer
     online dense     as dense, and the teacher's logits
@@ -61,7 +60,7 @@ def loss_memory(
     if impl == "sparse_chunked":
         chunk = SPARSE_CHUNK if settings.loss.chunk_size == "auto" else settings.loss.chunk_size
         rows = min(n, chunk * settings.micro_batch)
-        return LossMemory(hidden + logits, 2 * 4 * rows * vocab)
+        return LossMemory(hidden + logits, e * rows * vocab)
     models = 2 if impl == "fused_online" else 1
     own_gradient = impl == "fused_online" or settings.loss.gradient != "recompute"
     loss = _chunk_bytes(settings, vocab * models, n, gpu_bytes) + e * n * width
