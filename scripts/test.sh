@@ -27,4 +27,4 @@ selection=(-m "not slow and not gpu")
 for argument in "$@"; do
     [[ $argument == -m* ]] && selection=()
 done
-exec $venv/bin/python -m pytest -n 2 --dist worksteal "${selection[@]}" "${tests[@]}" "$@"
+exec $venv/bin/python -m pytest -n 2 --dist loadfile "${selection[@]}" "${tests[@]}" "$@"
