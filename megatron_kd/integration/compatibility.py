@@ -38,6 +38,7 @@ def check(config: DistillConfig, container) -> None:
             "data.dataloader=cyclic always shuffles; use single, or set data.shuffle=true"
         )
     _check_virtual_pipeline(config, container.model)
+    _check_fully_sharded(container)
     train = container.dataset.open("train")
     if container.dataset.evaluation_samples:
         container.dataset.open("validation")
@@ -134,6 +135,20 @@ def _check_virtual_pipeline(config: DistillConfig, model) -> None:
             "with two pipeline stages the host exchanges the chunks of a virtual pipeline wrongly "
             "unless bridge.model.overlap_p2p_comm=true and bridge.model.batch_p2p_comm=false; set "
             "both, or use more stages"
+        )
+
+
+def _check_fully_sharded(container) -> None:
+    sharded = container.ddp.use_megatron_fsdp or container.dist.use_megatron_fsdp
+    checkpoint = container.checkpoint
+    if (
+        sharded
+        and (checkpoint.save or checkpoint.load)
+        and checkpoint.ckpt_format != "fsdp_dtensor"
+    ):
+        raise ConfigError(
+            "Megatron-FSDP has a checkpoint format of its own: set "
+            f"bridge.checkpoint.ckpt_format=fsdp_dtensor, not {checkpoint.ckpt_format}"
         )
 
 

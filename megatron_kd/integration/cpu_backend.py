@@ -360,4 +360,6 @@ def provider_settings() -> dict:
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "moe_router_fusion": False,
+        # The host frees what it is still sending, which streams make safe on GPUs only.
+        "deallocate_pipeline_outputs": False,
     }

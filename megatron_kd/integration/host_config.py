@@ -113,6 +113,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
     update(container, config.bridge, "bridge")
     _require(container, config.bridge)
     _fit_to_machine(container)
+    _share_weight_decay(container)
     _lay_out_documents(container)
     container.dataset.sequence_length = container.model.seq_length
     container.dataset.evaluation_samples = (
@@ -146,8 +147,6 @@ def _defaults(config: DistillConfig, provider) -> ConfigContainer:
         scheduler=SchedulerConfig(
             lr_decay_style="cosine",
             lr_warmup_iters=10,
-            start_weight_decay=0.1,
-            end_weight_decay=0.1,
             weight_decay_incr_style="constant",
         ),
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True),
@@ -175,6 +174,15 @@ def _require(container: ConfigContainer, recipe: dict) -> None:
             raise ConfigError(f"bridge.{key} must be {str(value).lower()}: {reason}")
         if hasattr(getattr(container, section), name):
             setattr(getattr(container, section), name, value)
+
+
+def _share_weight_decay(container: ConfigContainer) -> None:
+    """What the scheduler is not told it takes from the optimizer; without either the host would
+    stop, and with its own it would overrule the optimizer's.
+    """
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if getattr(container.scheduler, name) is None:
+            setattr(container.scheduler, name, container.optimizer.weight_decay)
 
 
 def _lay_out_documents(container: ConfigContainer) -> None:

@@ -112,6 +112,11 @@ def check(config: DistillConfig, container) -> None:
             "pipeline parallelism and evaluation exclude each other online; set "
             "bridge.train.eval_iters=0"
         )
+    if student.pipeline_model_parallel_size > 1 and config.export.hf_path:
+        raise ConfigError(
+            "the host cannot export out of a distillation model on several pipeline stages; remove "
+            "export.hf_path, and export a checkpoint afterwards with `megatron-kd export`"
+        )
     if student.virtual_pipeline_model_parallel_size:
         raise ConfigError(
             "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"

@@ -11,7 +11,9 @@ def world(tmp_path_factory):
     """The small world's recipe, built once per test process."""
     import small_world
 
-    return small_world.build(tmp_path_factory.mktemp("world"))
+    recipe = small_world.build(tmp_path_factory.mktemp("world"))
+    small_world.add_variants(recipe.parent)
+    return recipe
 
 
 def pytest_collection_modifyitems(items):

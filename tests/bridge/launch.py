@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
+
+import comparison
 
 from megatron_kd.report.metrics_file import curve, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_CASES = Path(__file__).with_name("run_cases.py")
 DISTILL = REPOSITORY / "scripts" / "distill.py"
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
+EXPORT = "exported"
 
 
 def environment() -> dict[str, str]:
@@ -46,16 +50,23 @@ def run(command: list[str], *, succeeds: bool = True) -> str:
     return done.stdout
 
 
-def run_cases(recipe: Path, ranks: int, cases: dict[str, list[str]]) -> dict[str, "Curves"]:
+def run_cases(
+    recipe: Path, ranks: int, cases: dict[str, list[str]], *, export: Collection[str] = ()
+) -> dict[str, "Curves"]:
     """Run every case in one group of ranks; returns name → curves. Output goes below the recipe's
     folder.
+
+    Args:
+        export: Cases whose trained student is written too (`Curves.weights`).
     """
     folder = recipe.parent / "runs"
-    listed = [
-        {"config": str(recipe), "overrides": [f"output_dir={folder / name}", *overrides]}
-        for name, overrides in cases.items()
-    ]
-    file = recipe.parent / f"cases-{ranks}-{next(iter(cases))}.json"
+    listed = []
+    for name, overrides in cases.items():
+        own = [f"output_dir={folder / name}"]
+        if name in export:
+            own.append(f"export.hf_path={folder / name / EXPORT}")
+        listed.append({"config": str(recipe), "overrides": [*own, *overrides]})
+    file = recipe.parent / f"cases-{ranks}-{len(list(recipe.parent.glob('cases-*')))}.json"
     file.write_text(json.dumps(listed))
     run(torchrun(ranks, RUN_CASES, file))
     return {name: Curves(folder / name) for name in cases}
@@ -67,6 +78,10 @@ class Curves:
     def __init__(self, directory: Path):
         self.directory = directory
         self.records = read_metrics(directory)
+
+    def weights(self) -> dict:
+        """Tensors of the exported student, by name."""
+        return comparison.weights(self.directory / EXPORT)
 
     def train(self, name: str = "kd loss") -> list[float]:
         return curve(self.records, "train", name)[1]

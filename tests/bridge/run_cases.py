@@ -16,6 +16,7 @@ from megatron_kd.integration import cpu_backend
 def main() -> int:
     cpu_backend.activate()
     import torch
+    from megatron.bridge.training.utils import checkpoint_utils
 
     from megatron_kd.integration import bridge
 
@@ -24,6 +25,8 @@ def main() -> int:
     torch.distributed.init_process_group("gloo")
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = from_recipe(case["config"], case["overrides"])
+        # The host remembers a checkpoint's progress by file name, and counts on in what it recalls.
+        checkpoint_utils.read_train_state.cache_clear()
         try:
             bridge.run(config, bridge.prepare(config))
         except BaseException:

@@ -1,145 +1,124 @@
 """One run, however it is laid out and whichever implementation computes its loss.
 
 SGD makes the comparison sharp: a gradient that is wrong by a factor shows in the next loss, where
-Adam would hide it.
+Adam would hide it. The trained weights say the same tensor by tensor: with SGD their change is the
+sum of the gradients.
 """
 
+import comparison
 import pytest
+import torch
+from features import FEATURES
 from launch import Curves, run_cases
-from small_world import online
+from layouts import Run, by_ranks, selection
 
-TP2 = "bridge.model.tensor_model_parallel_size=2"
-TP4 = "bridge.model.tensor_model_parallel_size=4"
-PP2 = "bridge.model.pipeline_model_parallel_size=2"
-DISTRIBUTED_OPTIMIZER = [
-    "bridge.optimizer.optimizer=adam",
-    "bridge.optimizer.lr=1e-3",
-    "bridge.optimizer.min_lr=1e-3",
-    "bridge.ddp.use_distributed_optimizer=true",
+ONE_STEP = [
+    "data.shuffle=false",
+    "bridge.train.train_iters=1",
+    "bridge.train.eval_iters=0",
+    "bridge.optimizer.lr=1",
+    "bridge.optimizer.min_lr=1",
+    "bridge.optimizer.clip_grad=0",
 ]
-ADAM = DISTRIBUTED_OPTIMIZER[:3]
-NO_EVALUATION = "bridge.train.eval_iters=0"
+SELECTION = selection()
+PAIRS = [(run.reference, run) for run in SELECTION if run != run.reference]
 
 
 @pytest.fixture(scope="module")
 def runs(world) -> dict[str, Curves]:
-    directory = world.parent
-    one = run_cases(
-        world,
-        1,
-        {
-            "fused": [],
-            "dense": ["loss.impl=dense"],
-            "sparse": ["loss.impl=sparse_chunked"],
-            "recompute": ["loss.gradient=recompute", "loss.chunk_size=7"],
-            "micro-batch-4": ["bridge.train.micro_batch_size=4"],
-            "adam": ADAM,
-            "online-dense": online(directory, "dense"),
-            "online-fused": online(directory, "fused_online"),
-        },
-    )
-    two = run_cases(
-        world,
-        2,
-        {
-            "fused-tp2": [TP2],
-            "dense-tp2": [TP2, "loss.impl=dense"],
-            "sparse-tp2": [TP2, "loss.impl=sparse_chunked"],
-            "fused-dp2": [],
-            "fused-pp2": [PP2],
-            "adam-dp2-distributed-optimizer": DISTRIBUTED_OPTIMIZER,
-            "online-fused-tp2": [*online(directory, "fused_online"), TP2],
-            "online-dense-tp2": [*online(directory, "dense"), TP2],
-            "online-fused-dp2": online(directory, "fused_online"),
-            "online-fused-pp2": [*online(directory, "fused_online"), PP2, NO_EVALUATION],
-        },
-    )
-    four = run_cases(
-        world, 4, {"fused-tp4": [TP4], "fused-tp2-pp2": [TP2, PP2], "dense-tp2-dp2": [TP2]}
-    )
-    return one | two | four
+    found = {}
+    for ranks, group in by_ranks(SELECTION).items():
+        cases = {run.name: run.overrides(world.parent) for run in group}
+        export = [run.name for run in group if run.exports] + ["one step"]
+        for name, feature in FEATURES.items():
+            if feature.ranks == ranks:
+                cases[name] = feature.resolved(world.parent)
+        if ranks == 1:
+            cases["one step"] = ONE_STEP
+        found |= run_cases(world, ranks, cases, export=export)
+    return found
 
 
-PAIRS = [
-    ("fused", other)
-    for other in (
-        "dense",
-        "sparse",
-        "recompute",
-        "micro-batch-4",
-        "fused-tp2",
-        "dense-tp2",
-        "sparse-tp2",
-        "fused-dp2",
-        "fused-pp2",
-        "fused-tp4",
-        "fused-tp2-pp2",
-        "dense-tp2-dp2",
-    )
-]
-PAIRS += [("adam", "adam-dp2-distributed-optimizer")]
-PAIRS += [
-    ("online-dense", other)
-    for other in (
-        "online-fused",
-        "online-fused-tp2",
-        "online-dense-tp2",
-        "online-fused-dp2",
-        "online-fused-pp2",
-    )
-]
-
-
-@pytest.mark.parametrize(("reference", "other"), PAIRS, ids=lambda name: name)
-def test_curves_are_equal(runs, reference, other):
-    a, b = runs[reference], runs[other]
+@pytest.mark.parametrize(("reference", "other"), PAIRS, ids=str)
+def test_runs_are_equal(world, runs, reference, other):
+    a, b = runs[reference.name], runs[other.name]
     assert len(a.train()) == 6
     assert b.train() == pytest.approx(a.train(), rel=1e-5)
     assert b.train("lm loss") == pytest.approx(a.train("lm loss"), rel=1e-5)
     assert b.grad_norms() == pytest.approx(a.grad_norms(), rel=1e-4)
-    if b.validation():
+    if "eval_iters=0" not in " ".join(other.overrides(world.parent)):
         assert b.validation() == pytest.approx(a.validation(), rel=1e-5)
         assert len(b.validation()) == 3  # before the first step, and every three steps
+    if not other.exports:
+        return
+    start = comparison.weights(world.parent / other.student)
+    assert comparison.worst_weight_departure(start, a.weights(), b.weights()) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, f in FEATURES.items() if f.equals])
+def test_features_of_the_host_change_nothing(runs, name):
+    feature = FEATURES[name]
+    a, b = runs[feature.equals], runs[name]
+    kept = slice(feature.since - 1, None)
+    assert [r["iteration"] for r in b.records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6][kept]
+    assert b.train() == pytest.approx(a.train()[kept], rel=1e-5)
+    assert b.grad_norms() == pytest.approx(a.grad_norms()[kept], rel=1e-4)
+    validations = len(b.validation())
+    assert validations == (3 if feature.since == 1 else 2)
+    assert b.validation() == pytest.approx(a.validation()[-validations:], rel=1e-5)
+
+
+def test_features_that_add_a_loss_are_felt(runs):
+    """Else the equalities above would hold without them."""
+    routed, plain = runs["router losses"].grad_norms(), runs["no router loss"].grad_norms()
+    assert all(a > 1.5 * b for a, b in zip(routed, plain, strict=True))
+    assert min(runs["heads"].grad_norms()) > 0.5
 
 
 def test_training_lowers_the_validation_loss(runs):
-    for name in ("fused", "online-fused", "adam"):
+    for name in (Run().name, Run("online fused").name, "adam", "heads"):
         validation = runs[name].validation()
         assert validation[-1] < validation[0]
 
 
 def test_masses_are_reported(runs):
-    for curves in (runs["fused"], runs["dense-tp2"]):
+    for run in (Run(), Run("dense", "TP 2 + SP"), Run("dense", "CP 2")):
+        curves = runs[run.name]
         teacher, student = curves.validation("teacher mass"), curves.validation("student mass")
         assert 0 < student[0] < 1 and 0 < teacher[0] < 1
         assert teacher == pytest.approx([teacher[0]] * len(teacher), rel=1e-6)
 
 
-def test_the_first_losses_are_those_of_plain_pytorch(world, runs):
+def test_batches_without_a_supervised_token_teach_nothing(runs):
+    """Of the masked data every fourth batch is fully masked."""
+    for run in SELECTION:
+        if run.data == "masked":
+            curves = runs[run.name]
+            losses, norms = curves.train(), curves.grad_norms()
+            assert losses[1] == losses[5] == norms[1] == norms[5] == 0.0, run
+            assert min(losses[2:5]) > 1 and min(norms[2:5]) > 0.1, run
+
+
+def test_the_first_validation_losses_are_those_of_plain_pytorch(world, runs):
     """The whole chain (cache, dataset, host, loss) against Hugging Face's model and the
     definition.
     """
-    import small_world
-    import torch
-    from transformers import AutoModelForCausalLM
+    for run in (Run(), Run(data="masked"), Run(data="naive"), Run("fused", "CP 2", data="block")):
+        with torch.no_grad():
+            kd, lm = comparison.plain_losses(world.parent, run, "validation", range(8))
+        curves = runs[run.name]
+        assert curves.validation()[0] == pytest.approx(kd.item(), rel=1e-5)
+        assert curves.validation("lm loss")[0] == pytest.approx(lm.item(), rel=1e-5)
 
-    from megatron_kd.cache import CacheReader
 
-    student = AutoModelForCausalLM.from_pretrained(
-        world.parent / "student", dtype=torch.float64
-    ).eval()
-    cache = CacheReader(world.parent / "cache" / "validation")
-    kd = lm = tokens = 0.0
-    with torch.no_grad():
-        for index in range(small_world.VALIDATION_SAMPLES):
-            sample = cache[index]
-            ids = torch.as_tensor(sample.tokens, dtype=torch.int64)
-            rows = torch.as_tensor(sample.loss_mask).nonzero().squeeze(-1)
-            log_q = torch.log_softmax(student(ids[None]).logits[0], -1)[rows]
-            support = torch.as_tensor(sample.topk_ids, dtype=torch.int64)[rows]
-            log_p = torch.as_tensor(sample.topk_logprobs, dtype=torch.float64)[rows]
-            kd += (log_p.exp() * (log_p - log_q.gather(-1, support))).sum().item()
-            lm -= log_q.gather(-1, ids[rows + 1, None]).sum().item()
-            tokens += len(rows)
-    assert runs["fused"].validation()[0] == pytest.approx(kd / tokens, rel=1e-5)
-    assert runs["fused"].validation("lm loss")[0] == pytest.approx(lm / tokens, rel=1e-5)
+def test_the_first_gradients_are_those_of_plain_pytorch(world, runs):
+    """One step of SGD at a rate of 1 changes every weight by its gradient."""
+    student = comparison.student(world.parent / "student")
+    kd, _ = comparison.plain_losses(world.parent, Run(), "train", range(4), student)
+    kd.backward()
+    curves = runs["one step"]
+    assert curves.train() == pytest.approx([kd.item()], rel=1e-5)
+    start, end = comparison.weights(world.parent / "student"), curves.weights()
+    for name, parameter in student.named_parameters():
+        change = (start[name].double() - end[name].double()) - parameter.grad
+        assert change.abs().max() < 1e-4 * parameter.grad.abs().max() + 1e-7, name

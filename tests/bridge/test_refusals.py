@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import small_world
+import torch
 import yaml
 from launch import DISTILL, REPOSITORY, environment, run_cases
 from transformers import LlamaForCausalLM
@@ -44,14 +45,46 @@ def wrong_caches(world):
     return made
 
 
+def many_short_documents(world):
+    """A cache of block-packed samples that need 64 positions when every document is padded to 4."""
+    folder = world.parent / "short-documents"
+    teacher = LlamaForCausalLM.from_pretrained(world.parent / "teacher").eval()
+    sample = [(torch.tensor([5, 6]), torch.tensor([True, False]))] * 16
+    for split in ("train", "validation"):
+        small_world.write_packed(folder, split, teacher, [sample] * 8, "block")
+    return folder / "cache"
+
+
 @pytest.fixture(scope="module")
 def answers(world):
     import json
 
     caches = wrong_caches(world)
     online = small_world.online(world.parent, "fused_online")
+    block = f"cache.path={world.parent}/block/cache"
+    pipeline = [
+        "bridge.model.pipeline_model_parallel_size=2",
+        "bridge.model.virtual_pipeline_model_parallel_size=2",
+    ]
+    context = "bridge.model.context_parallel_size"
+    short = f"cache.path={many_short_documents(world)}"
     cases = {
         "fine": [],
+        "block": [block, f"{context}=2"],
+        "block micro-batches": [block, "bridge.train.micro_batch_size=2"],
+        "short documents": [short],
+        "short documents, context parallel": [short, f"{context}=2"],
+        "room for short documents": [short, f"{context}=2", "bridge.model.seq_length=64"],
+        "block, too short": [block, "bridge.model.seq_length=16"],
+        "uneven parts": [f"{context}=3"],
+        "virtual pipeline": pipeline,
+        "virtual pipeline, batch": [*pipeline, "data.dataloader=batch"],
+        "expert overlap": ["bridge.model.overlap_moe_expert_parallel_comm=true"],
+        "megatron fsdp": [
+            "bridge.ddp.use_megatron_fsdp=true",
+            f"bridge.checkpoint.save={world.parent}/fsdp",
+        ],
+        "torch fsdp": ["bridge.dist.use_torch_fsdp2=true"],
         "unknown section": ["bridge.trian.train_iters=3"],
         "unknown field": ["bridge.train.train_itres=3"],
         "wrong type": ["bridge.train.train_iters=many"],
@@ -68,6 +101,12 @@ def answers(world):
         "cyclic": ["data.dataloader=cyclic", "data.shuffle=false"],
         "length": [*online, "bridge.model.seq_length=64"],
         "online": online,
+        "export with pipeline": [
+            *online,
+            "bridge.model.pipeline_model_parallel_size=2",
+            "bridge.train.eval_iters=0",
+            f"export.hf_path={world.parent}/exported",
+        ],
         "evaluation with pipeline": [*online, "bridge.model.pipeline_model_parallel_size=2"],
     }
     other = world.parent / "other-data" / "train"
@@ -91,6 +130,18 @@ def answers(world):
     [
         ("fine", ["accepted"]),
         ("online", ["accepted"]),
+        ("block", ["accepted"]),
+        ("block micro-batches", ["micro_batch_size=1, not 2"]),
+        ("short documents", ["accepted"]),
+        ("short documents, context parallel", ["64 positions", "multiple of 4", "set it to 64"]),
+        ("room for short documents", ["accepted"]),
+        ("block, too short", ["seq_length is 16", "less than the 32", "set it to 32"]),
+        ("uneven parts", ["context_parallel_size=3", "a multiple of 6"]),
+        ("virtual pipeline", ["overlap_p2p_comm=true", "batch_p2p_comm=false"]),
+        ("virtual pipeline, batch", ["data.dataloader=batch", "single or cyclic"]),
+        ("expert overlap", ["overlap_moe_expert_parallel_comm must be false"]),
+        ("megatron fsdp", ["ckpt_format=fsdp_dtensor, not torch_dist"]),
+        ("torch fsdp", ["use_torch_fsdp2 must be false", "use_megatron_fsdp"]),
         ("unknown section", ["bridge.trian", "did you mean bridge.train"]),
         ("unknown field", ["bridge.train.train_itres", "did you mean bridge.train.train_iters"]),
         ("wrong type", ["bridge.train.train_iters", "an integer", "'many'"]),
@@ -106,6 +157,7 @@ def answers(world):
         ("other data", ["other data", "Capture again"]),
         ("cyclic", ["always shuffles"]),
         ("length", ["seq_length is 64", "--seq-length 32", "bridge.model.seq_length=32"]),
+        ("export with pipeline", ["export.hf_path", "megatron-kd export"]),
         ("evaluation with pipeline", ["bridge.train.eval_iters=0"]),
     ],
 )
