@@ -263,8 +263,7 @@ class DistillConfig:
         if self.loss.impl not in OFFLINE_IMPLS:
             raise ConfigError(
                 f"loss.impl={self.loss.impl} needs the teacher resident (mode=online); with "
-                "mode=offline "
-                f"use one of {', '.join(OFFLINE_IMPLS)}"
+                f"mode=offline use one of {', '.join(OFFLINE_IMPLS)}"
             )
 
         if self.hidden_states.pairs not in ([], [[FINAL_NORM, FINAL_NORM]]):
@@ -283,14 +282,12 @@ class DistillConfig:
         if self.loss.impl not in ONLINE_IMPLS:
             raise ConfigError(
                 f"loss.impl={self.loss.impl} reads a top-K cache (mode=offline); with mode=online "
-                "use one of "
-                f"{', '.join(ONLINE_IMPLS)}"
+                f"use one of {', '.join(ONLINE_IMPLS)}"
             )
         if self.loss.tail != "none":
             raise ConfigError(
                 f"loss.tail={self.loss.tail} concerns a truncated teacher; mode=online sees the "
-                "full "
-                "vocabulary, so leave it at none"
+                "full vocabulary, so leave it at none"
             )
 
 

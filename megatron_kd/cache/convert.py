@@ -55,8 +55,7 @@ class LabelCheck:
             raise CacheError(
                 f"the rows do not fit the tokens: of {self.positions} next tokens {own} are among "
                 f"their row's candidates, {before} among those of the row before and {after} of "
-                "the row after; "
-                "the data must hold the samples in the order the teacher saw them"
+                "the row after; the data must hold the samples in the order the teacher saw them"
             )
 
 

@@ -57,13 +57,13 @@ def check_same_tokens(cache, sequences) -> None:
     if len(cache) != len(sequences):
         raise ValueError(
             f"the cache holds {len(cache)} samples, the prepared data {len(sequences)}: the cache "
-            "was captured from "
-            "other data. Capture again, or remove data.path to train on the cache's own tokens"
+            "was captured from other data. Capture again, or remove data.path to train on the "
+            "cache's own tokens"
         )
     for index in np.linspace(0, len(cache) - 1, min(SPOT_CHECKS, len(cache)), dtype=int):
         if not np.array_equal(cache[int(index)].tokens, sequences[int(index)].tokens):
             raise ValueError(
                 f"sample {index} of the cache holds other tokens than the prepared data's: the "
-                "cache was captured "
-                "from other data or with another tokenizer. Capture again, or remove data.path"
+                "cache was captured from other data or with another tokenizer. Capture again, or "
+                "remove data.path"
             )

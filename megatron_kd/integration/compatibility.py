@@ -95,19 +95,15 @@ def _check_vocabulary(config: DistillConfig, source, student_vocab: int) -> None
     if config.mode == "offline" and vocab != student_vocab:
         raise ConfigError(
             f"the cache at {config.cache.sources()[0][0]} was captured over {vocab} ids, but the "
-            "student has "
-            "a vocabulary of "
-            f"{student_vocab}. If the larger one only has padding rows, capture again with "
-            "--vocab-size "
-            f"{min(vocab, student_vocab)}, which masks them; with different tokenizers "
-            "distillation by logits is "
-            "not defined"
+            f"student has a vocabulary of {student_vocab}. If the larger one only has padding "
+            f"rows, capture again with --vocab-size {min(vocab, student_vocab)}, which masks them; "
+            "with different tokenizers distillation by logits is not defined"
         )
     if config.mode == "online" and vocab > student_vocab:
         raise ConfigError(
             f"the data at {config.data.path} was prepared with a tokenizer of {vocab} ids, more "
-            "than the student's "
-            f"vocabulary of {student_vocab}: prepare it again with the student's tokenizer"
+            f"than the student's vocabulary of {student_vocab}: prepare it again with the "
+            "student's tokenizer"
         )
 
 
@@ -116,8 +112,8 @@ def _check_sequence_length(config: DistillConfig, source, model_length: int) -> 
     if length is not None and length != model_length:
         raise ConfigError(
             f"bridge.model.seq_length is {model_length}, but the samples were prepared with "
-            f"--seq-length {length}. "
-            f"Set bridge.model.seq_length={length} (or leave it out), or prepare and capture again"
+            f"--seq-length {length}. Set bridge.model.seq_length={length} (or leave it out), or "
+            "prepare and capture again"
         )
 
 
@@ -197,10 +193,8 @@ def _check_temperature(config: DistillConfig, source) -> None:
     if loss.temperature not in captured:
         raise ConfigError(
             f"loss.tail=bucket at loss.temperature={loss.temperature} needs the teacher's "
-            "normaliser at that "
-            f"temperature; the cache holds those for {captured or 'none'}. Capture again with "
-            "--temperatures "
-            f"{loss.temperature}, or use tail none or renormalise"
+            f"normaliser at that temperature; the cache holds those for {captured or 'none'}. "
+            f"Capture again with --temperatures {loss.temperature}, or use tail none or renormalise"
         )
 
 
@@ -220,8 +214,7 @@ def _check_cyclic(samples: int, train) -> None:
     if samples < train.global_batch_size:
         raise ConfigError(
             "data.dataloader=cyclic needs at least one global batch of samples; there are "
-            f"{samples}, and "
-            f"bridge.train.global_batch_size is {train.global_batch_size}. Use "
+            f"{samples}, and bridge.train.global_batch_size is {train.global_batch_size}. Use "
             "data.dataloader=single"
         )
 
@@ -236,7 +229,6 @@ def _check_resume(config: DistillConfig, now: dict) -> None:
         if before.get(key) != now[key]:
             raise ConfigError(
                 f"{config.output_dir} holds a checkpoint of another run: {name} was "
-                f"{before.get(key)}, now it is "
-                f"{now[key]}. Choose another output_dir, or give back what the checkpoint was "
-                "trained with"
+                f"{before.get(key)}, now it is {now[key]}. Choose another output_dir, or give back "
+                "what the checkpoint was trained with"
             )

@@ -70,8 +70,7 @@ class OfflineStep:
         if return_schedule_plan:
             raise ValueError(
                 "overlap_moe_expert_parallel_comm runs the model in pieces that the distillation "
-                "loss cannot follow; "
-                "set bridge.model.overlap_moe_expert_parallel_comm=false"
+                "loss cannot follow; set bridge.model.overlap_moe_expert_parallel_comm=false"
             )
         state.timers("batch-generator", log_level=2).start()
         with state.straggler_timer(bdata=True):

@@ -70,8 +70,7 @@ class BalanceWeights(Callback):
         if step not in after:
             raise ValueError(
                 f"{self.path} has no weight for iteration {step}, from which this run resumes; "
-                "start "
-                "again without the checkpoint, or set hidden_states.balance=false"
+                "start again without the checkpoint, or set hidden_states.balance=false"
             )
         self.weights.hidden = after[step]
 
@@ -182,14 +181,12 @@ def check_layers(config: HiddenStatesConfig, student, teacher) -> None:
             if layer != FINAL_NORM and not -count <= layer < count:
                 raise ConfigError(
                     f"hidden_states.pairs: {list(pair)} names layer {layer} of the {whose}, which "
-                    "has "
-                    f"{count} layers (0 … {count - 1}, or -1 for the last)"
+                    f"has {count} layers (0 … {count - 1}, or -1 for the last)"
                 )
         if pair[0] != FINAL_NORM and student.recompute_granularity == "full":
             raise ConfigError(
                 "bridge.model.recompute_granularity=full runs the student's layers without a "
-                "graph, "
-                f"so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
+                f"graph, so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
                 "recompute_granularity=selective"
             )
 

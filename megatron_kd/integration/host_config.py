@@ -1,8 +1,8 @@
 """Build Megatron-Bridge's ConfigContainer from a DistillConfig.
 
 Order: defaults that suit distillation, then the recipe's `bridge` section (checked field by field
-    against the host's
-own dataclasses), then what distillation requires, which a recipe may not contradict.
+against the host's own dataclasses), then what distillation requires, which a recipe may not
+contradict.
 """
 
 import os
@@ -60,8 +60,7 @@ def model_provider(hf_path: str, load_weights: bool):
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"{hf_path} is not a Hugging Face model directory (no config.json); make a student "
-            "with "
-            "`megatron-kd init-student`, or give the path of a downloaded model"
+            "with `megatron-kd init-student`, or give the path of a downloaded model"
         )
     provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
         load_weights=load_weights
@@ -221,15 +220,13 @@ def _fit_to_machine(container: ConfigContainer) -> None:
     if ranks % per_replica and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             f"{ranks} ranks cannot hold replicas of {per_replica} ranks (tensor "
-            f"{model.tensor_model_parallel_size} × "
-            f"pipeline {model.pipeline_model_parallel_size} × context "
-            f"{model.context_parallel_size}); start a "
-            "multiple of that with torchrun --nproc-per-node"
+            f"{model.tensor_model_parallel_size} × pipeline {model.pipeline_model_parallel_size} × "
+            f"context {model.context_parallel_size}); start a multiple of that with torchrun "
+            "--nproc-per-node"
         )
     replicas = max(1, ranks // per_replica)
     if train.global_batch_size % (train.micro_batch_size * replicas):
         raise ConfigError(
             f"bridge.train.global_batch_size={train.global_batch_size} is not a multiple of "
-            "micro_batch_size "
-            f"{train.micro_batch_size} × {replicas} data-parallel replicas"
+            f"micro_batch_size {train.micro_batch_size} × {replicas} data-parallel replicas"
         )

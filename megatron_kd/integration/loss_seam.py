@@ -102,8 +102,7 @@ class DistillationLoss:
         if getattr(model_config, "defer_embedding_wgrad_compute", False):
             raise ValueError(
                 "defer_embedding_wgrad_compute postpones the weight gradient that the distillation "
-                "loss computes "
-                "itself; set bridge.model.defer_embedding_wgrad_compute=false"
+                "loss computes itself; set bridge.model.defer_embedding_wgrad_compute=false"
             )
 
     def _pass_through(self, hidden_states, weight=None, runtime_gather_output=None):

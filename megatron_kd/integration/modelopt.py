@@ -108,8 +108,7 @@ def check(config: DistillConfig, container) -> None:
     ):
         raise ConfigError(
             "this host evaluates a distillation model with messages sized for the student alone, "
-            "so "
-            "pipeline parallelism and evaluation exclude each other online; set "
+            "so pipeline parallelism and evaluation exclude each other online; set "
             "bridge.train.eval_iters=0"
         )
     if student.pipeline_model_parallel_size > 1 and config.export.hf_path:
@@ -128,8 +127,7 @@ def check(config: DistillConfig, container) -> None:
             raise ConfigError(
                 f"the teacher's {name} of {getattr(teacher, name)} cannot be split over "
                 f"bridge.model.tensor_model_parallel_size={tp}, which both models share online; "
-                "use "
-                "another size, or distil offline"
+                "use another size, or distil offline"
             )
 
 

@@ -41,8 +41,7 @@ def check_finite(loss: torch.Tensor, sample_index: torch.Tensor) -> None:
     rank = int(os.environ.get("RANK", "0"))
     message = (
         f"the loss of a micro-batch on rank {rank} is {value}; its samples are {samples}. Look at "
-        "them with "
-        "`megatron-kd inspect`, and lower the learning rate if they are sound"
+        "them with `megatron-kd inspect`, and lower the learning rate if they are sound"
     )
     if _report_directory is not None:
         _report_directory.mkdir(parents=True, exist_ok=True)

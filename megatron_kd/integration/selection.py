@@ -101,9 +101,8 @@ def check(config: SelectionConfig, container) -> None:
     if train.eval_interval % checkpoint.save_interval:
         raise ConfigError(
             "selection.keep_best needs a checkpoint at every evaluation: "
-            "bridge.train.eval_interval"
-            f"={train.eval_interval} is not a multiple of bridge.checkpoint.save_interval="
-            f"{checkpoint.save_interval}"
+            f"bridge.train.eval_interval={train.eval_interval} is not a multiple of "
+            f"bridge.checkpoint.save_interval={checkpoint.save_interval}"
         )
     if (checkpoint.most_recent_k or -1) > 0:
         raise ConfigError(

@@ -50,8 +50,8 @@ def weights_are_loaded(model: list, *, hf_path: str) -> list:
     if not compared:
         raise WrongTeacherError(
             f"none of {', '.join((*EMBEDDING, *FINAL_NORM))} is in {hf_path}, so the teacher's "
-            "weights cannot be "
-            "checked; add the model family's names to megatron_kd/integration/teacher_check.py"
+            "weights cannot be checked; add the model family's names to "
+            "megatron_kd/integration/teacher_check.py"
         )
     return model
 
@@ -62,8 +62,8 @@ def is_frozen(teacher: torch.nn.Module) -> None:
     if trained:
         raise WrongTeacherError(
             f"{len(trained)} parameters of the teacher are not frozen, {trained[0]} first; "
-            "ModelOpt freezes them "
-            "when it converts the model, so something set requires_grad afterwards"
+            "ModelOpt freezes them when it converts the model, so something set requires_grad "
+            "afterwards"
         )
 
 
@@ -93,8 +93,8 @@ def _compare(hf_path: str, names: tuple, weight: torch.Tensor, rows: tuple | Non
     if not torch.allclose(mine, stored.float(), rtol=1e-2, atol=1e-4):
         raise WrongTeacherError(
             f"the teacher's weights differ from those in {hf_path}: they were not loaded. Its "
-            "provider has lost "
-            "its loading hook; register no hook on the student after the two were joined"
+            "provider has lost its loading hook; register no hook on the student after the two "
+            "were joined"
         )
     return 1
 

@@ -33,8 +33,7 @@ def train_only(model: list, *, patterns: list[str]) -> list:
     if unmatched:
         raise ConfigError(
             f"student.train_only: {', '.join(sorted(unmatched))} matches no parameter; there are, "
-            "for "
-            f"example, {', '.join(names[:4])}"
+            f"for example, {', '.join(names[:4])}"
         )
     if not all(count for _, count in everywhere):
         raise ConfigError(

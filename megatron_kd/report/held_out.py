@@ -59,8 +59,7 @@ def held_out_kl(teacher: str, students: list[str], sequences) -> dict[str, float
             if logits.shape != log_p.shape:
                 raise ValueError(
                     f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
-                    f"{log_p.shape[-1]}; compare "
-                    "models with one vocabulary"
+                    f"{log_p.shape[-1]}; compare models with one vocabulary"
                 )
             log_q = torch.log_softmax(logits, -1)
             totals[name] += (log_p.exp() * (log_p - log_q)).sum().item()

@@ -114,8 +114,7 @@ def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict
     if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
         raise EngineError(
             f"{folder} was captured with --trust-remote-code, which is never repeated unasked; "
-            f"give "
-            "its megatron-kd capture command again"
+            "give its megatron-kd capture command again"
         )
     if job.options.get("server") and os.environ.get(API_KEY):
         raise EngineError(
