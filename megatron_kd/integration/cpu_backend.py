@@ -316,6 +316,7 @@ def _replace_distributed() -> None:
 
 def _replace_in_core() -> None:
     """Import Megatron-Core and answer the few names that bypass `torch.cuda`."""
+    import megatron.core.fusions.fused_softmax as core_softmax
     import megatron.core.tensor_parallel.random as core_random
     import megatron.core.transformer.attention as core_attention
     import megatron.core.transformer.moe.moe_utils as core_moe
@@ -326,7 +327,18 @@ def _replace_in_core() -> None:
     def set_state(state, device=-1, graph_safe=False):
         torch.set_rng_state(state)
 
+    def redirected(make):
+        def made(*args):
+            with CudaToCpu():
+                return make(*args)
+
+        return made
+
     cpu_layers.install()
+    # Layers recomputed in a backward pass make their masks anew, and PyTorch leaves the function
+    # mode before it runs the backward pass.
+    for name in ("get_default_causal_mask", "get_sliding_window_causal_mask"):
+        setattr(core_softmax, name, redirected(getattr(core_softmax, name)))
     core_random._get_cuda_rng_state = get_state
     core_random._set_cuda_rng_state = set_state
     # The router asks whether it is None, but without Transformer Engine there is no such name.
