@@ -20,6 +20,10 @@ ONE_STEP = [
     "bridge.optimizer.min_lr=1",
     "bridge.optimizer.clip_grad=0",
 ]
+# Eighty runs take longer than the default run may; test_comparison.py and test_hidden_states.py
+# keep a core of them there.
+pytestmark = pytest.mark.slow
+
 SELECTION = selection()
 PAIRS = [(run.reference, run) for run in SELECTION if run != run.reference]
 
