@@ -57,7 +57,7 @@ def test_faults_are_retried_and_nothing_is_doubled(engine, model):
     with ModelServer(model, faults=faults) as server:
         seen = []
         made = engine(
-            "tiny", REQUEST, HttpOptions(server=(server.address,), concurrency=3, timeout_s=0.5)
+            "tiny", REQUEST, HttpOptions(server=(server.address,), concurrency=3, timeout_s=4)
         )
         for index, _ in made.stream(docs):
             seen.append(index)
