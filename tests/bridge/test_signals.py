@@ -92,9 +92,8 @@ def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
     output = tmp_path / "run"
     process = start(world, output, script=FAILING)
     wait_for_iteration(process, output, 1)
-    started = time.monotonic()
-    assert process.wait(60) != 0
-    assert time.monotonic() - started < 60
+    # A minute where the cores are free; a rank's exit alone takes longer under other tests.
+    assert process.wait(180) != 0
     text = log(output)
     first = text.index("Traceback (most recent call last)")
     others = [text.find(words) for words in ("Connection closed by peer", "timed out", "Timeout")]
