@@ -104,14 +104,14 @@ def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_its_samples(world, tmp_path):
-    """One token's embedding is NaN: just the samples that hold it are at fault."""
+    """One token has an infinite embedding: just the samples that hold it are at fault."""
     cache = CacheReader(world.parent / "cache" / "train")
     token = int(cache[0].tokens[1])
     guilty = {i for i in range(len(cache)) if token in cache[i].tokens[:-1]}
     assert len(guilty) < len(cache)
     student = LlamaForCausalLM.from_pretrained(world.parent / "student")
     with torch.no_grad():
-        student.model.embed_tokens.weight[token] = float("nan")
+        student.model.embed_tokens.weight[token] = float("inf")
     student.save_pretrained(tmp_path / "student")
     output = tmp_path / "run"
     overrides = [f"student.hf_path={tmp_path}/student", "bridge.checkpoint.save=null"]
