@@ -8,7 +8,6 @@ tensor-parallel rank holds (s / tp under sequence parallelism, else s), b: micro
 hidden size, H: teacher's.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -18,11 +17,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_kd.config import FINAL_NORM, HiddenStatesConfig
 from megatron_kd.losses.hidden_states import HIDDEN_STATE_LOSSES
+from megatron_kd.report.metrics_file import read_metrics
 from megatron_kd.typed_mapping import ConfigError
 
 PROJECTION = "hidden_state_projection"
 HIDDEN_LOSS, TOTAL_LOSS = "hidden loss", "total loss"
-BALANCE_FILE = "balance.jsonl"
 PROJECTION_SEED = 20
 
 
@@ -49,8 +48,7 @@ class Weights:
 
 
 class BalanceWeights(Callback):
-    """Update the weights after every step, and write them down so that a resumed run continues
-    them.
+    """Update the weights after every step. A resumed run takes up the last step's from its metrics.
 
     Args:
         weights: Of this run.
@@ -59,33 +57,30 @@ class BalanceWeights(Callback):
 
     def __init__(self, weights: Weights, directory: str | Path):
         self.weights = weights
-        self.path = Path(directory) / BALANCE_FILE
+        self.directory = Path(directory)
 
     def on_train_start(self, context: CallbackContext) -> None:
         step = context.state.train_state.step
-        if step == 0 or not self.weights.config.balance:
+        if step == 0:
             return
-        records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        after = {record["iteration"]: record["hidden_weight"] for record in records}
-        if step not in after:
-            raise ValueError(
-                f"{self.path} has no weight for iteration {step}, from which this run resumes; "
-                "start again without the checkpoint, or set hidden_states.balance=false"
-            )
-        self.weights.hidden = after[step]
+        for record in read_metrics(self.directory):
+            if record["kind"] == "train" and record["iteration"] == step:
+                self._update(record["losses"])
+                return
+        raise ValueError(
+            f"the metrics in {self.directory} have no iteration {step}, from which this run "
+            "resumes and whose losses balance the next step: keep metrics.jsonl with the "
+            "checkpoints, with a bridge.logger.log_interval that divides the save_interval, or set "
+            "hidden_states.balance=false"
+        )
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        losses = context.loss_dict or {}
-        if not self.weights.config.balance or HIDDEN_LOSS not in losses:
-            return
-        self.weights.update(losses["kd loss"].item(), losses[HIDDEN_LOSS].item())
-        if _is_first_of_its_stage(context.model):
-            record = {
-                "iteration": context.state.train_state.step + 1,
-                "hidden_weight": self.weights.hidden,
-            }
-            with open(self.path, "a") as balance:
-                balance.write(json.dumps(record) + "\n")
+        losses = context.loss_dict or {}  # only the last stage has them, and uses the weights
+        self._update({name: value.item() for name, value in losses.items()})
+
+    def _update(self, losses: dict[str, float]) -> None:
+        if HIDDEN_LOSS in losses:
+            self.weights.update(losses["kd loss"], losses[HIDDEN_LOSS])
 
 
 def hidden_state_loss(
@@ -189,9 +184,3 @@ def check_layers(config: HiddenStatesConfig, student, teacher) -> None:
                 f"graph, so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
                 "recompute_granularity=selective"
             )
-
-
-def _is_first_of_its_stage(model) -> bool:
-    from megatron_kd.integration.run_metrics import writes_metrics
-
-    return writes_metrics(model)

@@ -2,8 +2,6 @@
 in every layout, the first value equal to plain PyTorch's.
 """
 
-import json
-
 import pytest
 import torch
 from launch import Curves, run_cases
@@ -25,6 +23,7 @@ NO_EVALUATION = "bridge.train.eval_iters=0"
 LAST = "hidden_states.pairs=[[final_norm,final_norm]]"
 PAIRS = "hidden_states.pairs=[[-1,3],[final_norm,final_norm]]"
 COSINE_ALONE = ["hidden_states.loss=cosine", "hidden_states.logits_weight=0"]
+ADAM = ["bridge.optimizer.optimizer=adam"]  # the host cannot load a checkpoint of SGD
 BALANCED = ["hidden_states.balance=true", "hidden_states.weight=0.5"]
 
 
@@ -65,6 +64,10 @@ def runs(world) -> dict[str, Curves]:
     cached = [f"cache.path={world.parent}/cache-hidden", LAST]
     resident = [*online(world.parent, "fused_online"), PAIRS]
     export = f"export.hf_path={world.parent}/exported"
+    balanced = [*cached, *BALANCED, *ADAM]
+    checkpoints = world.parent / "balanced-checkpoints"
+    saved = [f"bridge.checkpoint.{way}={checkpoints}" for way in ("save", "load")]
+    saved.append("bridge.scheduler.override_opt_param_scheduler=true")  # of 3 and of 6 iterations
     one = run_cases(
         world,
         1,
@@ -73,6 +76,8 @@ def runs(world) -> dict[str, Curves]:
             "offline-dense": [*cached, "loss.impl=dense"],
             "offline-micro-batch-4": [*cached, *BALANCED, "bridge.train.micro_batch_size=4"],
             "offline-balanced": [*cached, *BALANCED],
+            "balanced-unbroken": balanced,
+            "balanced-resumed": [*balanced, *saved, "bridge.train.train_iters=3"],
             "offline-alone": [*cached, *COSINE_ALONE],
             "online-last": [*online(world.parent, "fused_online"), LAST],
             "online": resident,
@@ -91,7 +96,8 @@ def runs(world) -> dict[str, Curves]:
             "online-alone-dp2": [*resident, *COSINE_ALONE],
         },
     )
-    return one | two
+    resumed = run_cases(world, 1, {"balanced-resumed": [*balanced, *saved]})
+    return one | two | resumed
 
 
 EQUAL = [
@@ -150,8 +156,12 @@ def test_a_balanced_loss_has_the_asked_share(runs):
     weights = [0.5] + [0.5 * abs(k) / h for k, h in zip(kd, hidden, strict=True)][:-1]
     expected = [k + w * h for k, h, w in zip(kd, hidden, weights, strict=True)]
     assert total == pytest.approx(expected, rel=1e-6)
-    written = (curves.directory / "balance.jsonl").read_text().splitlines()
-    assert [json.loads(line)["iteration"] for line in written] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_balances_on(runs):
+    unbroken, resumed = runs["balanced-unbroken"], runs["balanced-resumed"]
+    assert len(resumed.train()) == len(unbroken.train()) == 6
+    assert resumed.train("total loss") == unbroken.train("total loss")
 
 
 def test_the_export_leaves_the_projection_out(world, runs):
