@@ -5,7 +5,9 @@ profiler records them. Resident memory would measure the C library's caching as 
 what is allocated but untouched. Scratch that a library takes for itself is in neither.
 """
 
+import contextlib
 import os
+import resource
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,13 +26,14 @@ def peak_bytes(call, device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-        call()
-    events = [e for e in recording.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
+    with _unlimited_address_space():  # the records of a long call are themselves large
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+            call()
+        events = [e for e in recording.profiler.kineto_results.events() if e.name() == "[memory]"]
+        alive = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            alive += event.nbytes()
+            peak = max(peak, alive)
     return peak
 
 
@@ -44,9 +47,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def limit_address_space(growth_bytes: int) -> None:
     """Let this process's address space grow by no more than that; beyond it allocation fails."""
-    import resource
-
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + growth_bytes, hard))
+
+
+@contextlib.contextmanager
+def _unlimited_address_space():
+    limit, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
