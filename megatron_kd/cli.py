@@ -5,9 +5,12 @@ docstring's first line is its help text.
 """
 
 import argparse
+import difflib
 import importlib
 import sys
 import warnings
+
+from megatron_kd.full_disk import full_disk
 
 COMMANDS = {
     # name: (module, one-line help; the module is imported only when its command is used)
@@ -25,6 +28,7 @@ COMMANDS = {
     "doctor": ("megatron_kd.doctor.command", "check this machine, and a recipe on it"),
     "report": ("megatron_kd.report.command", "what a run achieved, as a table and a PNG"),
     "compare": ("megatron_kd.report.compare", "loss curves of several runs against the first"),
+    "study": ("megatron_kd.report.study", "variants over seeds: train, score, tables and figures"),
     "retained": ("megatron_kd.report.evaluation", "benchmark scores of student beside teacher"),
     "held-out-kl": ("megatron_kd.report.held_out", "KL(teacher || student) on held-out sequences"),
 }
@@ -38,6 +42,10 @@ def main(argv=None) -> int:
     parser.epilog = "\n".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     arguments = sys.argv[1:] if argv is None else list(argv)
+    first = arguments[0] if arguments else ""
+    near = difflib.get_close_matches(first, COMMANDS, n=1)
+    if near and first not in COMMANDS:
+        parser.error(f"no command {first!r}; did you mean {near[0]}?")
     name = parser.parse_args(arguments[:1]).command
     # nvidia-modelopt depends on a package whose mere presence makes PyTorch warn at every start.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated")
@@ -47,6 +55,15 @@ def main(argv=None) -> int:
         return command.run(args)
     except (ValueError, OSError) as error:  # bad input: the message is the whole story
         print(f"megatron-kd {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"megatron-kd {name}: stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        said = full_disk(error)
+        if said is None:
+            raise
+        print(f"megatron-kd {name}: {said}. Make room and run it again", file=sys.stderr)
         return 1
 
 

@@ -24,6 +24,37 @@ FINAL_NORM = "final_norm"
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters beside frozen weights."""
+
+    dim: int = 16
+    """Rank of the adapters; a multiple of the tensor-parallel size."""
+
+    alpha: int = 32
+    """The adapters' output is multiplied by alpha / dim."""
+
+    dropout: float = 0.0
+    """On the adapters' input."""
+
+    target_modules: list[str] = field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+    """Megatron-Core's names of the layers that get adapters, or patterns such as
+    `*.layers.0.*.linear_qkv`."""
+
+    def __post_init__(self):
+        for name in ("dim", "alpha"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"student.lora.{name} must be 1 or more, not {getattr(self, name)}"
+                )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"student.lora.dropout must lie in [0, 1), not {self.dropout}")
+        if not self.target_modules:
+            raise ConfigError("student.lora.target_modules must name a layer, such as linear_qkv")
+
+
+@dataclass(kw_only=True)
 class StudentConfig:
     hf_path: str
     """Hugging Face directory of the student: configuration, tokenizer and, with `load_weights`, its
@@ -36,6 +67,16 @@ class StudentConfig:
     train_only: list[str] = field(default_factory=list)
     """Freeze every parameter whose name matches none of these patterns, such as `*.mlp.*`; empty
     trains all."""
+
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights, for example {dim: 16}; the export has them merged in.
+    Offline only."""
+
+    def __post_init__(self):
+        if self.lora is not None and self.train_only:
+            raise ConfigError(
+                "student.lora freezes all weights and student.train_only some of them: set one"
+            )
 
 
 @dataclass(kw_only=True)
@@ -55,10 +96,15 @@ class CacheConfig:
     """Several caches instead of `path`: [{path: …, weight: …}, …]. All give training samples in
     these shares; each with a `validation` split gives validation samples too."""
 
+    topk: int | None = None
+    """Use only this many of each position's cached entries, the most likely ones; null uses all."""
+
     check_checksums: bool = True
     """Verify each shard's checksum on first use. Every sample's token hash is always checked."""
 
     def __post_init__(self):
+        if self.topk is not None and self.topk < 1:
+            raise ConfigError(f"cache.topk must be 1 or more, or null, not {self.topk}")
         for index, entry in enumerate(self.mixture):
             if set(entry) != {"path", "weight"}:
                 raise ConfigError(
@@ -248,6 +294,11 @@ class DistillConfig:
     """
 
     def __post_init__(self):
+        if "peft" in self.bridge:
+            raise ConfigError(
+                "bridge.peft needs the base model as a Megatron checkpoint; remove it and set "
+                "student.lora, which puts the same adapters on the Hugging Face student"
+            )
         if self.mode == "offline":
             self._check_offline()
         else:
@@ -273,6 +324,11 @@ class DistillConfig:
             )
 
     def _check_online(self):
+        if self.student.lora is not None:
+            raise ConfigError(
+                "student.lora is for mode=offline: with the teacher resident the host would put "
+                "adapters on it too. Capture the teacher's rows first, or use student.train_only"
+            )
         if self.teacher.hf_path is None:
             raise ConfigError("teacher.hf_path is required with mode=online")
         if self.data.path is None:

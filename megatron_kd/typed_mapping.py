@@ -119,7 +119,8 @@ def check(value: Any, annotation: Any, key: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise _wrong_type(key, value, "a mapping")
-        return dict(value)
+        kind = arguments[1] if arguments else Any
+        return {name: check(v, kind, _join(key, str(name))) for name, v in value.items()}
     if origin is Callable or annotation in (Callable, typing.Callable):
         return import_name(value, key) if isinstance(value, str) else value
     return _check_class(value, annotation, key)

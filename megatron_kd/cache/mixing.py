@@ -59,6 +59,8 @@ class MixedReader:
         )
         sizes = {(reader.spec.hidden_size, reader.spec.hidden_dtype) for reader in self.readers}
         self._hidden = len(sizes) == 1
+        methods = {reader.sampling_method for reader in self.readers}
+        self.sampling_method = methods.pop() if len(methods) == 1 else None
         self.manifest = self._manifest(samples)
 
     def _manifest(self, samples: int) -> dict:

@@ -124,6 +124,11 @@ class CacheReader:
         return self.spec.topk
 
     @property
+    def sampling_method(self) -> str:
+        """How the entries were chosen: topk or random."""
+        return self.spec.sampling_method
+
+    @property
     def tokenizer(self):
         return self.manifest["tokenizer"]
 

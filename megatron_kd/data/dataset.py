@@ -40,6 +40,7 @@ class DistillDataset(torch.utils.data.Dataset):
         period: Items after which the same samples come again, for evaluation: every evaluation sees
             one set.
 
+        topk: K, if fewer than the cache's are used: the most likely ones.
         temperature: The loss's τ; where the cache holds the teacher's normaliser at it, items carry
             it.
         hidden_states: Items carry the teacher's last hidden state, which the cache must hold.
@@ -62,6 +63,7 @@ class DistillDataset(torch.utils.data.Dataset):
         shuffle: bool = False,
         seed: int = 0,
         period: int | None = None,
+        topk: int | None = None,
         temperature: float = 1.0,
         hidden_states: bool = False,
         documents_apart: bool = False,
@@ -75,6 +77,7 @@ class DistillDataset(torch.utils.data.Dataset):
         self.shuffle = shuffle
         self.seed = seed
         self.period = period
+        self.topk = topk
         self.temperature = temperature
         self.hidden_states = hidden_states
         self.documents_apart = documents_apart
@@ -128,8 +131,11 @@ class DistillDataset(torch.utils.data.Dataset):
             item["position_ids"] = torch.from_numpy(position_ids(bounds))
             item["cu_seqlens"] = torch.from_numpy(bounds)
         if hasattr(sample, "topk_ids"):
-            item["topk_ids"] = spread(sample.topk_ids, -1, np.int32)
-            item["topk_logprobs"] = spread(sample.topk_logprobs, -np.inf, np.float32)
+            # The cache gives each position's entries from the most likely to the least.
+            item["topk_ids"] = spread(sample.topk_ids[:, : self.topk], -1, np.int32)
+            item["topk_logprobs"] = spread(
+                sample.topk_logprobs[:, : self.topk], -np.inf, np.float32
+            )
             if self.temperature != 1.0 and self.temperature in sample.log_z:
                 item["log_z_tau"] = spread(sample.log_z[self.temperature], 0, np.float32)
         if self.hidden_states:

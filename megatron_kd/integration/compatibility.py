@@ -48,6 +48,7 @@ def check(config: DistillConfig, container) -> None:
     else:
         _check_sequence_length(config, train, container.model.seq_length)
     _check_shares(container.model)
+    _check_topk(config, train)
     _check_temperature(config, train)
     _check_hidden_states(config, train)
     if config.data.dataloader == "cyclic":
@@ -182,6 +183,21 @@ def _check_shares(model) -> None:
             f"bridge.model.seq_length={model.seq_length} cannot be shared out equally under "
             f"context_parallel_size={model.context_parallel_size} and sequence_parallel="
             f"{str(bool(model.sequence_parallel)).lower()}; use a multiple of {shares}"
+        )
+
+
+def _check_topk(config: DistillConfig, source) -> None:
+    if config.mode != "offline" or config.cache.topk is None:
+        return
+    if config.cache.topk > source.topk:
+        raise ConfigError(
+            f"cache.topk={config.cache.topk} is more than the {source.topk} that the cache holds "
+            f"per position; leave it out, or capture again with --topk {config.cache.topk}"
+        )
+    if source.sampling_method != "topk":
+        raise ConfigError(
+            "cache.topk needs a cache of the most likely tokens; this one was sampled at random "
+            "(or mixes both), and the first entries of a sample are none. Remove cache.topk"
         )
 
 

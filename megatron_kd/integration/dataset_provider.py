@@ -34,6 +34,7 @@ class DistillDatasetProvider(DatasetProvider):
     shuffle: bool = True
     seed: int = 1234
     evaluation_samples: int = 0
+    topk: int | None = None
     temperature: float = 1.0
     hidden_states: bool = False
     documents_apart: bool = False
@@ -68,6 +69,7 @@ class DistillDatasetProvider(DatasetProvider):
             shuffle=shuffle,
             seed=self.seed,
             period=period,
+            topk=self.topk,
             temperature=self.temperature,
             hidden_states=self.hidden_states,
             documents_apart=self.documents_apart,

@@ -89,6 +89,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
     container.dataset = DistillDatasetProvider(
         mode=config.mode,
         caches=config.cache.sources() if config.mode == "offline" else [],
+        topk=config.cache.topk,
         temperature=config.loss.temperature,
         hidden_states=config.mode == "offline" and bool(config.hidden_states.pairs),
         data_path=config.data.path,

@@ -1,13 +1,27 @@
 """Full-vocabulary KL from teacher to students on held-out sequences, in nats per supervised token,
-without the host.
+and how often the student's first choice is the next token, and the teacher's; without the host.
 
 This compares students, whatever loss trained them: a top-K loss and a full-vocabulary loss are
 different sums, the held-out KL is one.
 """
 
+from dataclasses import dataclass, fields
+
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+@dataclass
+class Scores:
+    """Means over the supervised positions."""
+
+    kl: float = 0.0
+    """KL(teacher ‖ student) over the whole vocabulary, nats."""
+    accuracy: float = 0.0
+    """Share of positions whose most likely token is the one that follows."""
+    agreement: float = 0.0
+    """Share of positions whose most likely token is the teacher's."""
 
 
 def add_arguments(parser) -> None:
@@ -19,26 +33,30 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     from megatron_kd.data.sequences import SequenceReader
 
-    results = held_out_kl(args.teacher, args.students, SequenceReader(args.data))
-    table = Table(title=f"held-out KL(teacher ‖ student), {args.data}")
+    results = held_out_scores(args.teacher, args.students, SequenceReader(args.data))
+    table = Table(title=f"KL(teacher ‖ student) on {args.data}")
     table.add_column("student")
-    table.add_column("nats/token", justify="right")
-    for student, value in results.items():
-        table.add_row(student, f"{value:.4f}")
+    for column in ("nats/token", "next token", "teacher's first"):
+        table.add_column(column, justify="right")
+    for student, scores in results.items():
+        table.add_row(
+            student, f"{scores.kl:.4f}", f"{scores.accuracy:.2%}", f"{scores.agreement:.2%}"
+        )
     Console().print(table)
     return 0
 
 
 @torch.no_grad()
-def held_out_kl(teacher: str, students: list[str], sequences) -> dict[str, float]:
-    """Mean over the supervised positions of KL(teacher ‖ student) over the whole vocabulary.
+def held_out_scores(teacher: str, students: list[str], sequences) -> dict[str, Scores]:
+    """Scores of every student, by its directory; all models are in memory at once.
 
     Args:
         teacher, students: Hugging Face directories of causal language models with one vocabulary.
-        sequences: Prepared sequences, by index.
+        sequences: Prepared sequences, by index. Block-packed documents are read one by one, as
+            they were captured and trained.
 
     Raises:
-        ValueError: A student has another vocabulary than the teacher.
+        ValueError: A student has another vocabulary than the teacher, or nothing is supervised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -47,20 +65,40 @@ def held_out_kl(teacher: str, students: list[str], sequences) -> dict[str, float
 
     models = {name: load(name) for name in students}
     reference = load(teacher)
-    totals, tokens = dict.fromkeys(students, 0.0), 0
-    for index in range(len(sequences)):
-        sample = sequences[index]
-        inputs = torch.as_tensor(sample.tokens, dtype=torch.int64)[None]
-        kept = torch.as_tensor(sample.loss_mask, dtype=torch.bool)
-        log_p = torch.log_softmax(reference(inputs).logits[0, kept].double(), -1)
-        tokens += int(kept.sum())
+    totals, tokens = {name: Scores() for name in students}, 0
+    for inputs, kept in _texts(sequences):
+        following = inputs[0, 1:][kept]
+        log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept].double(), -1)
+        tokens += len(following)
         for name, model in models.items():
-            logits = model(inputs).logits[0, kept].double()
+            logits = model(inputs).logits[0, :-1][kept].double()
             if logits.shape != log_p.shape:
                 raise ValueError(
                     f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
                     f"{log_p.shape[-1]}; compare models with one vocabulary"
                 )
             log_q = torch.log_softmax(logits, -1)
-            totals[name] += (log_p.exp() * (log_p - log_q)).sum().item()
-    return {name: total / tokens for name, total in totals.items()}
+            first = log_q.argmax(-1)
+            total = totals[name]
+            total.kl += (log_p.exp() * (log_p - log_q)).sum().item()
+            total.accuracy += (first == following).sum().item()
+            total.agreement += (first == log_p.argmax(-1)).sum().item()
+    if not tokens:
+        raise ValueError("no position of the sequences is supervised; give a split with some")
+    means = {field.name for field in fields(Scores)}
+    return {
+        name: Scores(**{mean: getattr(total, mean) / tokens for mean in means})
+        for name, total in totals.items()
+    }
+
+
+def _texts(sequences):
+    """What is read as one text: (tokens [1, n], supervised [n − 1])."""
+    apart = sequences.manifest["packing"] == "block"
+    for index in range(len(sequences)):
+        sample = sequences[index]
+        tokens = torch.tensor(sample.tokens, dtype=torch.int64)
+        kept = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        bounds = sample.cu_seqlens.tolist() if apart else [0, len(tokens)]
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            yield tokens[None, begin:end], kept[begin : end - 1]

@@ -166,9 +166,11 @@ def write_packed(directory: Path, split: str, teacher, samples, packing: str) ->
 
 
 @torch.no_grad()
-def write_cache(directory, teacher, samples, *, topk=TOPK, vocab_size=VOCAB_SIZE) -> None:
+def write_cache(
+    directory, teacher, samples, *, topk=TOPK, vocab_size=VOCAB_SIZE, sampling="topk"
+) -> None:
     """The teacher's exact top-K of every supervised row; fp16 codec."""
-    description = CACHE | {"vocab_size": vocab_size, "topk": topk}
+    description = CACHE | {"vocab_size": vocab_size, "topk": topk, "sampling": sampling}
     with CacheWriter(directory, shard_positions=256, **description) as writer:
         for tokens, mask in samples:
             logprobs = torch.log_softmax(teacher(tokens[None]).logits[0].double(), -1).float()

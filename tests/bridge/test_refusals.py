@@ -32,15 +32,18 @@ assert not torch.distributed.is_initialized()
 
 
 def wrong_caches(world):
-    """Caches that do not belong to the student: another vocabulary, longer samples."""
+    """Caches that do not fit: another vocabulary; entries sampled at random."""
     folder = world.parent / "wrong"
     teacher = LlamaForCausalLM.from_pretrained(world.parent / "teacher").eval()
     made = {}
-    for name, vocab in (("vocabulary", small_world.VOCAB_SIZE + 12),):
+    for name, difference in (
+        ("vocabulary", {"vocab_size": small_world.VOCAB_SIZE + 12}),
+        ("sampled", {"sampling": {"method": "random", "draws": 8, "seed": 1}}),
+    ):
         made[name] = folder / name
         for split in ("train", "validation"):
             small_world.write_cache(
-                made[name] / split, teacher, small_world.documents(6, seed=9), vocab_size=vocab
+                made[name] / split, teacher, small_world.documents(6, seed=9), **difference
             )
     return made
 
@@ -94,6 +97,9 @@ def answers(world):
         "batch": ["bridge.train.global_batch_size=6", "bridge.train.micro_batch_size=4"],
         "no iterations": ["bridge.train.train_iters=0"],
         "vocabulary": [f"cache.path={caches['vocabulary']}"],
+        "fewer entries": ["cache.topk=2"],
+        "more entries": ["cache.topk=1000"],
+        "fewer of a sample": [f"cache.path={caches['sampled']}", "cache.topk=2"],
         "no cache": ["cache.path=/nowhere/cache"],
         "bucket": ["loss.tail=bucket", "loss.temperature=2"],
         "no student": ["student.hf_path=/nowhere/student"],
@@ -151,6 +157,9 @@ def answers(world):
         ("batch", ["global_batch_size=6", "micro_batch_size 4"]),
         ("no iterations", ["bridge.train.train_iters must be set"]),
         ("vocabulary", ["512 ids", "vocabulary of 500", "--vocab-size 500"]),
+        ("fewer entries", ["accepted"]),
+        ("more entries", ["cache.topk=1000", "capture again with --topk 1000"]),
+        ("fewer of a sample", ["sampled at random", "Remove cache.topk"]),
         ("no cache", ["/nowhere/cache", "megatron-kd capture"]),
         ("bucket", ["loss.temperature=2.0", "--temperatures 2.0"]),
         ("no student", ["/nowhere/student", "megatron-kd init-student"]),

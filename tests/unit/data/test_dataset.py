@@ -55,6 +55,12 @@ def test_the_teachers_normaliser_comes_with_its_temperature():
     assert "log_z_tau" not in dataset()[1]
 
 
+def test_fewer_entries_are_the_most_likely_ones():
+    whole, cut = dataset()[1], dataset(topk=2)[1]
+    assert torch.equal(cut["topk_ids"], whole["topk_ids"][:, :2])
+    assert torch.equal(cut["topk_logprobs"], whole["topk_logprobs"][:, :2])
+
+
 def test_a_long_sample_is_refused():
     with pytest.raises(ValueError, match=r"10 tokens.*sequence length is 8"):
         dataset([sample(0, n=S + 2)])[0]

@@ -1,0 +1,56 @@
+"""Held-out scores against their definitions, position by position."""
+
+import pytest
+import torch
+from small_report import TEXT, VOCAB, llama, write_sequences
+from transformers import LlamaForCausalLM
+
+from megatron_kd.data.sequences import SequenceReader
+from megatron_kd.report.held_out import held_out_scores
+
+
+def expected(teacher, student, texts):
+    """(KL, accuracy, agreement) by the definitions; texts: (tokens, supervised rows) each."""
+    models = [LlamaForCausalLM.from_pretrained(each).eval() for each in (teacher, student)]
+    kl, right, agreed, count = 0.0, 0, 0, 0
+    for tokens, rows in texts:
+        with torch.no_grad():
+            p, q = (model(torch.tensor([tokens])).logits[0].double() for model in models)
+        for row in rows:
+            a, b = p[row].softmax(-1), q[row].softmax(-1)
+            kl += sum(float(x * (x / y).log()) for x, y in zip(a, b, strict=True))
+            right += int(b.argmax()) == tokens[row + 1]
+            agreed += int(b.argmax()) == int(a.argmax())
+            count += 1
+    return [value / count for value in (kl, right, agreed)]
+
+
+@pytest.mark.parametrize(
+    ("packing", "texts"),
+    [
+        ("naive", [(TEXT, [0, 2, 3, 6, 7])]),
+        ("block", [(TEXT[:5], [0, 2, 3]), (TEXT[5:], [1, 2])]),
+    ],
+)
+def test_scores_are_their_definitions(tmp_path, models, packing, texts):
+    mask = [row in (0, 2, 3, 6, 7) for row in range(len(TEXT))]
+    data = write_sequences(tmp_path / "validation", packing, [(TEXT, mask, [0, 5, len(TEXT)])])
+    students = [models["a"], models["b"], models["teacher"]]
+    scores = held_out_scores(models["teacher"], students, SequenceReader(data))
+    for student in students:
+        got = scores[student]
+        want = expected(models["teacher"], student, texts)
+        assert [got.kl, got.accuracy, got.agreement] == pytest.approx(want, abs=1e-5)
+    assert scores[models["teacher"]].kl == pytest.approx(0, abs=1e-9)
+    assert scores[models["teacher"]].agreement == 1
+
+
+def test_another_vocabulary_and_nothing_to_score_are_refused(tmp_path, models):
+    other = llama(tmp_path / "other", 5, vocab=VOCAB + 1)
+    mask = [True] * (len(TEXT) - 1) + [False]
+    data = write_sequences(tmp_path / "data", "none", [(TEXT, mask, [0, len(TEXT)])])
+    with pytest.raises(ValueError, match="vocabulary of 41, the teacher of 40"):
+        held_out_scores(models["teacher"], [other], SequenceReader(data))
+    empty = write_sequences(tmp_path / "empty", "none", [(TEXT, [False] * 9, [0, len(TEXT)])])
+    with pytest.raises(ValueError, match="no position of the sequences is supervised"):
+        held_out_scores(models["teacher"], [models["a"]], SequenceReader(empty))
