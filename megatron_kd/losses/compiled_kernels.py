@@ -65,10 +65,11 @@ def to_gradient_(
     z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
 ) -> torch.Tensor:
     factors = [_scalar(x, z) for x in inverse_taus]
+    memory = z.detach()  # the compiler refuses a view of logits that autograd has seen change
     if len(factors) == 1:
-        _compiled().write_one(z, m, scales[0], factors[0])
+        _compiled().write_one(memory, m, scales[0], factors[0])
     else:
-        _compiled().write_two(z, m, scales[0], scales[1], *factors)
+        _compiled().write_two(memory, m, scales[0], scales[1], *factors)
     return z
 
 

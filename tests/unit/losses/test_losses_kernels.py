@@ -11,10 +11,12 @@ import torch
 
 from megatron_kd.losses import (
     Divergence,
+    TopKTarget,
     compiled_kernels,
     eager_kernels,
     elementwise,
     fused_chunked_kd_loss,
+    sparse_chunked_kd_loss,
     triton_kernels,
 )
 from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
@@ -136,6 +138,27 @@ def test_compiled_pair(objective):
         )
         softmax = log_probability(z, double[0], double[2], 1.0).exp() * ce.unsqueeze(-1)
         torch.testing.assert_close(dz.double(), want + more * softmax, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_the_heads_stay_compiled(monkeypatch, caplog):
+    """Views of logits that autograd has seen change are written to like any other memory."""
+    if not compiled_kernels.available():
+        pytest.skip("torch.compile is disabled or has no tool chain here")
+    monkeypatch.setattr(elementwise, "LEAST_COMPILED_ELEMENTS", 1)
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(12, 1, 8, generator=make), torch.randn(50, 8, generator=make)
+    ids = torch.stack([torch.randperm(50, generator=make)[:4] for _ in range(12)])[:, None]
+    target = TopKTarget(ids, torch.full((12, 1, 4), 0.2).log())
+    gradients = {}
+    for backend in ("eager", "compiled"):
+        w = weight.clone().requires_grad_()
+        with elementwise.use_backend(backend), caplog.at_level("WARNING"):
+            loss = sparse_chunked_kd_loss(hidden @ w.T, target, chunk_size=5, reuse_logits=True)
+            (loss * torch.linspace(1, 2, 12)[:, None]).sum().backward()
+        gradients[backend] = w.grad
+    torch.testing.assert_close(gradients["compiled"], gradients["eager"])
+    assert not caplog.records
 
 
 def fresh_availability(monkeypatch):
