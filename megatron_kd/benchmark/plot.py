@@ -93,7 +93,7 @@ def _lines(rows: list[dict]):
             axes.plot(lengths, [row[column] / unit for row in good], label=name, **look)
         failed = [row["seq_tokens"] for row in all_rows if row["status"] == "out_of_memory"]
         lost = lost or bool(failed)
-        panels[0].plot(
+        (crosses,) = panels[0].plot(
             failed,
             [1 - 0.035 * i] * len(failed),  # one below the other: they share their lengths
             transform=panels[0].get_xaxis_transform(),
@@ -104,6 +104,7 @@ def _lines(rows: list[dict]):
             markeredgewidth=2,
             clip_on=False,
         )
+        crosses.set_in_layout(False)  # unclipped, they would push the axes away from the legend
     lengths = sorted({row["seq_tokens"] for row in rows})
     for axes in panels:
         axes.set_xscale("log", base=2)
