@@ -54,31 +54,34 @@ NO_ROUTER_LOSS = ["student.hf_path={world}/moe", "bridge.model.moe_aux_loss_coef
 
 @dataclass(frozen=True)
 class Feature:
-    """One run; `equals` names the run it must equal, `since` its first iteration to compare."""
+    """One run; `equals` names the run it must equal, `since` its first iteration to compare;
+    `core`: the default tests run it.
+    """
 
     ranks: int
     overrides: tuple[str, ...]
     equals: str | None = None
     since: int = 1
+    core: bool = False
 
     def resolved(self, world: Path) -> list[str]:
         return [override.replace("{world}", str(world)) for override in self.overrides]
 
 
-def _feature(ranks, *parts, equals=None, since=1) -> Feature:
+def _feature(ranks, *parts, **options) -> Feature:
     flat = [x for part in parts for x in ([part] if isinstance(part, str) else part)]
-    return Feature(ranks, tuple(flat), equals, since)
+    return Feature(ranks, tuple(flat), **options)
 
 
 PLAIN, BLOCK_PLAIN = "student-plain-fused-1", "student-block-fused-1"
 
 FEATURES = {
-    "adam": _feature(1, ADAM),
+    "adam": _feature(1, ADAM, core=True),
     "deep": _feature(1, DEEP),
     "heads": _feature(1, HEADS, HEADS_SAVE),
     "router losses": _feature(1, ROUTER),
     "no router loss": _feature(1, NO_ROUTER_LOSS),
-    "distributed optimizer": _feature(2, DISTRIBUTED, equals="adam"),
+    "distributed optimizer": _feature(2, DISTRIBUTED, equals="adam", core=True),
     "recompute full": _feature(1, FULL_RECOMPUTE, equals=PLAIN),
     "recompute selective": _feature(1, SELECTIVE_RECOMPUTE, equals=PLAIN),
     "recompute full, block": _feature(1, BLOCK, FULL_RECOMPUTE, equals=BLOCK_PLAIN),

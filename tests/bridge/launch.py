@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import comparison
@@ -72,12 +74,44 @@ def run_cases(
     return {name: Curves(folder / name) for name in cases}
 
 
+@dataclass
+class Launch:
+    """Cases for one group of ranks, as `run_cases` takes them."""
+
+    ranks: int
+    cases: dict[str, list[str]]
+    export: Collection[str] = ()
+
+
+class Launches:
+    """Curves by the name of a case, over several launches. Each starts when one of its cases is
+    first asked for, so a selection of tests runs no more than it needs.
+    """
+
+    def __init__(self, recipe: Path, launches: Collection[Launch]):
+        self._recipe = recipe
+        self._waiting = {name: launch for launch in launches for name in launch.cases}
+        self._found = {}
+
+    def __getitem__(self, name: str) -> "Curves":
+        if name not in self._found:
+            launch = self._waiting.get(name)
+            assert launch is not None, f"the launch with {name!r} failed before"
+            for case in launch.cases:
+                del self._waiting[case]
+            self._found |= run_cases(self._recipe, launch.ranks, launch.cases, export=launch.export)
+        return self._found[name]
+
+
 class Curves:
-    """The metrics of one finished run."""
+    """The metrics of one finished run, read when they are first asked for."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.records = read_metrics(directory)
+
+    @cached_property
+    def records(self) -> list[dict]:
+        return read_metrics(self.directory)
 
     def weights(self) -> dict:
         """Tensors of the exported student, by name."""

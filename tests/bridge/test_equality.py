@@ -9,8 +9,8 @@ import comparison
 import pytest
 import torch
 from features import FEATURES
-from launch import Curves, run_cases
-from layouts import Run, by_ranks, selection
+from launch import Launch, Launches
+from layouts import Run, by_ranks, core, selection
 
 ONE_STEP = [
     "data.shuffle=false",
@@ -20,46 +20,57 @@ ONE_STEP = [
     "bridge.optimizer.min_lr=1",
     "bridge.optimizer.clip_grad=0",
 ]
-# Eighty runs take longer than the default run may; test_comparison.py and test_hidden_states.py
-# keep a core of them there.
-pytestmark = pytest.mark.slow
+CORE, SELECTION = core(), selection()
 
-SELECTION = selection()
-PAIRS = [(run.reference, run) for run in SELECTION if run != run.reference]
+
+def unless_core(value, is_core: bool):
+    """A test's parameter, slow where the default tests leave it out."""
+    return pytest.param(value, marks=() if is_core else pytest.mark.slow)
+
+
+def runs_where(condition) -> list:
+    return [unless_core(run, run in CORE) for run in (*CORE, *SELECTION) if condition(run)]
+
+
+def features_where(condition) -> list:
+    return [unless_core(name, f.core) for name, f in FEATURES.items() if condition(f)]
 
 
 @pytest.fixture(scope="module")
-def runs(world) -> dict[str, Curves]:
-    found = {}
-    for ranks, group in by_ranks(SELECTION).items():
-        cases = {run.name: run.overrides(world.parent) for run in group}
-        export = [run.name for run in group if run.exports] + ["one step"]
-        for name, feature in FEATURES.items():
-            if feature.ranks == ranks:
-                cases[name] = feature.resolved(world.parent)
-        if ranks == 1:
-            cases["one step"] = ONE_STEP
-        found |= run_cases(world, ranks, cases, export=export)
-    return found
+def runs(world) -> Launches:
+    """Two launches for each number of ranks: the core's, and one for what the slow tests add."""
+    launches = []
+    for is_core, chosen in ((True, CORE), (False, SELECTION)):
+        for ranks, group in by_ranks(chosen).items():
+            launch = Launch(ranks, {run.name: run.overrides(world.parent) for run in group})
+            launch.export = [run.name for run in group if run.exports]
+            for name, feature in FEATURES.items():
+                if (feature.core, feature.ranks) == (is_core, ranks):
+                    launch.cases[name] = feature.resolved(world.parent)
+            if is_core and ranks == 1:
+                launch.cases["one step"] = ONE_STEP
+                launch.export.append("one step")
+            launches.append(launch)
+    return Launches(world, launches)
 
 
-@pytest.mark.parametrize(("reference", "other"), PAIRS, ids=str)
-def test_runs_are_equal(world, runs, reference, other):
-    a, b = runs[reference.name], runs[other.name]
+@pytest.mark.parametrize("run", runs_where(lambda run: run != run.reference), ids=str)
+def test_runs_are_equal(world, runs, run):
+    a, b = runs[run.reference.name], runs[run.name]
     assert len(a.train()) == 6
     assert b.train() == pytest.approx(a.train(), rel=1e-5)
     assert b.train("lm loss") == pytest.approx(a.train("lm loss"), rel=1e-5)
     assert b.grad_norms() == pytest.approx(a.grad_norms(), rel=1e-4)
-    if "eval_iters=0" not in " ".join(other.overrides(world.parent)):
+    if "eval_iters=0" not in " ".join(run.overrides(world.parent)):
         assert b.validation() == pytest.approx(a.validation(), rel=1e-5)
         assert len(b.validation()) == 3  # before the first step, and every three steps
-    if not other.exports:
+    if not run.exports:
         return
-    start = comparison.weights(world.parent / other.student)
+    start = comparison.weights(world.parent / run.student)
     assert comparison.worst_weight_departure(start, a.weights(), b.weights()) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name, f in FEATURES.items() if f.equals])
+@pytest.mark.parametrize("name", features_where(lambda feature: feature.equals))
 def test_features_of_the_host_change_nothing(runs, name):
     feature = FEATURES[name]
     a, b = runs[feature.equals], runs[name]
@@ -72,6 +83,7 @@ def test_features_of_the_host_change_nothing(runs, name):
     assert b.validation() == pytest.approx(a.validation()[-validations:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_features_that_add_a_loss_are_felt(runs):
     """Else the equalities above would hold without them."""
     routed, plain = runs["router losses"].grad_norms(), runs["no router loss"].grad_norms()
@@ -79,40 +91,50 @@ def test_features_that_add_a_loss_are_felt(runs):
     assert min(runs["heads"].grad_norms()) > 0.5
 
 
-def test_training_lowers_the_validation_loss(runs):
-    for name in (Run().name, Run("online fused").name, "adam", "heads"):
-        validation = runs[name].validation()
-        assert validation[-1] < validation[0]
+TRAINED = [(Run().name, True), (Run("online fused").name, True), ("adam", True), ("heads", False)]
 
 
-def test_masses_are_reported(runs):
-    for run in (Run(), Run("dense", "TP 2 + SP"), Run("dense", "CP 2")):
-        curves = runs[run.name]
-        teacher, student = curves.validation("teacher mass"), curves.validation("student mass")
-        assert 0 < student[0] < 1 and 0 < teacher[0] < 1
-        assert teacher == pytest.approx([teacher[0]] * len(teacher), rel=1e-6)
+@pytest.mark.parametrize("name", [unless_core(*trained) for trained in TRAINED])
+def test_training_lowers_the_validation_loss(runs, name):
+    validation = runs[name].validation()
+    assert validation[-1] < validation[0]
 
 
-def test_batches_without_a_supervised_token_teach_nothing(runs):
+@pytest.mark.parametrize(
+    "run",
+    [Run(), Run("dense", "TP 2 + SP"), Run("fused", "CP 2", data="masked")],
+    ids=str,
+)
+def test_masses_are_reported(runs, run):
+    curves = runs[run.name]
+    teacher, student = curves.validation("teacher mass"), curves.validation("student mass")
+    assert 0 < student[0] < 1 and 0 < teacher[0] < 1
+    assert teacher == pytest.approx([teacher[0]] * len(teacher), rel=1e-6)
+
+
+@pytest.mark.parametrize("run", runs_where(lambda run: run.data == "masked"), ids=str)
+def test_batches_without_a_supervised_token_teach_nothing(runs, run):
     """Of the masked data every fourth batch is fully masked."""
-    for run in SELECTION:
-        if run.data == "masked":
-            curves = runs[run.name]
-            losses, norms = curves.train(), curves.grad_norms()
-            assert losses[1] == losses[5] == norms[1] == norms[5] == 0.0, run
-            assert min(losses[2:5]) > 1 and min(norms[2:5]) > 0.1, run
+    losses, norms = runs[run.name].train(), runs[run.name].grad_norms()
+    assert losses[1] == losses[5] == norms[1] == norms[5] == 0.0
+    assert min(losses[2:5]) > 1 and min(norms[2:5]) > 0.1
 
 
-def test_the_first_validation_losses_are_those_of_plain_pytorch(world, runs):
+ORACLES = [(Run(), True), (Run(data="masked"), True), (Run("dense", "CP 2", data="block"), True)]
+
+
+@pytest.mark.parametrize(
+    "run", [unless_core(*oracle) for oracle in (*ORACLES, (Run(data="naive"), False))], ids=str
+)
+def test_the_first_validation_losses_are_those_of_plain_pytorch(world, runs, run):
     """The whole chain (cache, dataset, host, loss) against Hugging Face's model and the
     definition.
     """
-    for run in (Run(), Run(data="masked"), Run(data="naive"), Run("fused", "CP 2", data="block")):
-        with torch.no_grad():
-            kd, lm = comparison.plain_losses(world.parent, run, "validation", range(8))
-        curves = runs[run.name]
-        assert curves.validation()[0] == pytest.approx(kd.item(), rel=1e-5)
-        assert curves.validation("lm loss")[0] == pytest.approx(lm.item(), rel=1e-5)
+    with torch.no_grad():
+        kd, lm = comparison.plain_losses(world.parent, run, "validation", range(8))
+    curves = runs[run.name]
+    assert curves.validation()[0] == pytest.approx(kd.item(), rel=1e-5)
+    assert curves.validation("lm loss")[0] == pytest.approx(lm.item(), rel=1e-5)
 
 
 def test_the_first_gradients_are_those_of_plain_pytorch(world, runs):

@@ -3,8 +3,6 @@
 import pytest
 from launch import run_cases
 
-pytestmark = pytest.mark.slow
-
 TP2 = ["bridge.model.tensor_model_parallel_size=2"]
 COMMON = [
     "bridge.optimizer.optimizer=adam",
