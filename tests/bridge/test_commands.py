@@ -7,7 +7,8 @@ import sys
 import pytest
 import small_world
 import torch
-from launch import DISTILL, REPOSITORY, environment, run, torchrun
+from comparison import weights, worst_weight_departure
+from launch import DISTILL, REPOSITORY, environment, run, run_cases, torchrun
 from transformers import AutoModelForCausalLM
 
 # One process answers all of these: importing the host takes longer than the answers.
@@ -62,7 +63,27 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(finished):
+def resident(finished):
+    """Runs with the teacher resident and a loss between hidden states of two widths: on
+    tensor-parallel ranks, and on pipeline stages, out of which the host cannot export at the end.
+    """
+    folder = finished.parent
+    common = [*small_world.online(folder, "fused_online"), "bridge.train.eval_iters=0"]
+    common.append("hidden_states.pairs=[[final_norm,final_norm]]")
+    layouts = {"online-tp2": "tensor", "online-pp2": "pipeline"}
+    cases = {
+        name: [
+            *common,
+            f"bridge.model.{kind}_model_parallel_size=2",
+            f"bridge.checkpoint.save={folder}/runs/{name}/checkpoints",
+        ]
+        for name, kind in layouts.items()
+    }
+    return run_cases(finished, 2, cases, export=["online-tp2"])
+
+
+@pytest.fixture(scope="module")
+def answers(finished, resident):
     folder = finished.parent
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher").eval()
     for split in ("train", "validation"):
@@ -83,6 +104,10 @@ def answers(finished):
             "key": [*doctor, "loss.imp=dense"],
             "disk": [*doctor, saves, "bridge.checkpoint.save_interval=1"]
             + ["bridge.train.train_iters=1000000000"],
+            "online-tp2": ["export", "--run", f"{folder}/runs/online-tp2"]
+            + ["--output", f"{folder}/online-tp2"],
+            "online-pp2": ["export", "--run", f"{folder}/runs/online-pp2"]
+            + ["--output", f"{folder}/online-pp2"],
             "last": [*export, "--output", f"{folder}/last"],
             "second": [*export, "--output", f"{folder}/second", "--iteration", "2"],
             "none": [*export, "--output", f"{folder}/none", "--iteration", "3"],
@@ -121,6 +146,17 @@ def test_the_exported_checkpoint_is_the_trained_student(finished, answers):
     assert trained.keys() == last.keys()
     assert all(torch.equal(trained[name], last[name]) for name in trained)
     assert any(not torch.equal(trained[name], second[name]) for name in trained)
+
+
+def test_a_student_trained_beside_its_teacher_is_exported_alone(finished, resident, answers):
+    folder = finished.parent
+    for name in ("online-tp2", "online-pp2"):
+        assert answers[name][0] == 0, answers[name][1]
+    first, trained = weights(folder / "student"), resident["online-tp2"].weights()
+    exported, staged = weights(folder / "online-tp2"), weights(folder / "online-pp2")
+    assert first.keys() == trained.keys() == exported.keys() == staged.keys()
+    assert all(torch.equal(trained[name], exported[name]) for name in trained)
+    assert worst_weight_departure(first, exported, staged) < 1e-4
 
 
 def test_a_missing_checkpoint_is_named(answers):
