@@ -18,6 +18,7 @@ from small_world import (
 from megatron_kd.cache import CacheWriter
 
 TP2 = "bridge.model.tensor_model_parallel_size=2"
+SP = "bridge.model.sequence_parallel=true"
 PP2 = "bridge.model.pipeline_model_parallel_size=2"
 NO_EVALUATION = "bridge.train.eval_iters=0"
 LAST = "hidden_states.pairs=[[final_norm,final_norm]]"
@@ -89,9 +90,13 @@ def runs(world) -> dict[str, Curves]:
         2,
         {
             "offline-tp2": [*cached, TP2],
+            "offline-sp": [*cached, TP2, SP],
+            "offline-balanced-sp": [*cached, *BALANCED, TP2, SP],
             "offline-dp2": [*cached, *BALANCED],
             "offline-pp2": [*cached, PP2],
             "online-tp2": [*resident, TP2],
+            "online-sp": [*resident, TP2, SP],
+            "online-alone-sp": [*resident, *COSINE_ALONE, TP2, SP],
             "online-pp2": [*resident, PP2, NO_EVALUATION],
             "online-alone-dp2": [*resident, *COSINE_ALONE],
         },
@@ -103,11 +108,15 @@ def runs(world) -> dict[str, Curves]:
 EQUAL = [
     ("offline", "offline-dense"),
     ("offline", "offline-tp2"),
+    ("offline", "offline-sp"),
     ("offline", "offline-pp2"),
     ("offline-balanced", "offline-micro-batch-4"),
+    ("offline-balanced", "offline-balanced-sp"),
     ("offline-balanced", "offline-dp2"),
     ("online", "online-tp2"),
+    ("online", "online-sp"),
     ("online", "online-pp2"),
+    ("online-alone", "online-alone-sp"),
     ("online-alone", "online-alone-dp2"),
 ]
 
