@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_kd.config import DistillConfig
 from megatron_kd.integration import (
+    adapters,
     compatibility,
     cpu_backend,
     hidden_states,
@@ -54,6 +55,7 @@ def prepare(config: DistillConfig) -> ConfigContainer:
     profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
     selection.check(config.selection, container)
     compatibility.check(config, container)
+    adapters.check(config, container)
     if config.mode == "online":
         modelopt.check(config, container)
     return container
@@ -78,6 +80,8 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
     if config.student.train_only:
         hook = partial(trainable.train_only, patterns=config.student.train_only)
         container.model.register_pre_wrap_hook(hook)
+    if config.student.lora is not None:
+        container.model.register_pre_wrap_hook(partial(adapters.add, config=config.student.lora))
     weights = hidden_states.Weights(config.hidden_states)
     if config.hidden_states.balance:
         callbacks.append(hidden_states.BalanceWeights(weights, config.output_dir))

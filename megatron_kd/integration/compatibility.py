@@ -4,6 +4,7 @@ Cache, prepared data, student, teacher and an earlier checkpoint each know what 
 A mismatch would train on the wrong rows without an error; here it is one sentence with the remedy.
 """
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ _IDENTITY_KEYS = {
     "source_fingerprint": "the cache (or, online, the prepared data)",
     "vocab_size": "the vocabulary size",
     "sequence_length": "the sequence length",
+    "lora": "student.lora",
 }
 
 
@@ -58,11 +60,13 @@ def check(config: DistillConfig, container) -> None:
 
 def identity(config: DistillConfig, container, source) -> dict:
     """What a checkpoint of this run is bound to."""
+    lora = config.student.lora
     return {
         "mode": config.mode,
         "source_fingerprint": fingerprint(source),
         "vocab_size": container.model.vocab_size,
         "sequence_length": container.model.seq_length,
+        "lora": None if lora is None else dataclasses.asdict(lora),
     }
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from megatron_kd import typed_mapping
+from megatron_kd.config import LoraConfig
+
 RESOLVED_CONFIG = "resolved_config.yaml"
 CHECKPOINTS = "checkpoints"
 BEST_FILE = "best_checkpoint.json"
@@ -35,7 +38,7 @@ def run(args) -> int:
     iteration = best_iteration(args.run) if args.best else args.iteration
     checkpoint = find_checkpoint(args.run, iteration)
     student = args.student or student_of(args.run)
-    export(checkpoint, student, args.output)
+    export(checkpoint, student, args.output, lora=lora_of(args.run))
     print(f"exported {checkpoint} to {args.output}")
     return 0
 
@@ -80,28 +83,53 @@ def student_of(run_directory: str | Path) -> str:
     Raises:
         FileNotFoundError: The run left no resolved configuration.
     """
+    recorded = _recorded_student(run_directory)
+    if recorded is None:
+        raise FileNotFoundError(
+            f"no {Path(run_directory) / RESOLVED_CONFIG}; name the student's directory with "
+            "--student"
+        )
+    return recorded["hf_path"]
+
+
+def lora_of(run_directory: str | Path) -> LoraConfig | None:
+    """The adapters a run was trained with; None where it has none, or left no record."""
+    lora = (_recorded_student(run_directory) or {}).get("lora")
+    return None if lora is None else typed_mapping.build(LoraConfig, lora, "student.lora")
+
+
+def _recorded_student(run_directory: str | Path) -> dict | None:
     path = Path(run_directory) / RESOLVED_CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}; name the student's directory with --student")
-    return yaml.safe_load(path.read_text())["student"]["hf_path"]
+    return yaml.safe_load(path.read_text())["student"] if path.is_file() else None
 
 
-def export(checkpoint: str | Path, student: str, output: str | Path) -> None:
+def export(
+    checkpoint: str | Path, student: str, output: str | Path, *, lora: LoraConfig | None = None
+) -> None:
     """Load one checkpoint, whatever layout saved it, and write it as a Hugging Face directory.
 
     Args:
         checkpoint: A directory iter_… of the host's checkpoints.
         student: Hugging Face directory with the student's configuration and tokenizer.
         output: Written: configuration, weights in safetensors, tokenizer.
+        lora: The adapters in the checkpoint; they are merged into the weights.
+
+    Raises:
+        ValueError: The checkpoint holds adapters, and lora does not describe them.
     """
-    from megatron_kd.integration import cpu_backend
+    from megatron_kd.integration import adapters, cpu_backend
 
     cpu_backend.activate()
+    if lora is None and adapters.are_in(checkpoint):
+        raise ValueError(
+            f"{checkpoint} holds LoRA adapters, but the run's {RESOLVED_CONFIG}, which says how "
+            "they were set up, is not there: put it back"
+        )
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.model_load_save import temporary_distributed_context
 
     bridge = AutoBridge.from_hf_pretrained(student)
-    with temporary_distributed_context(backend="gloo"):
+    with temporary_distributed_context(backend="gloo"), adapters.in_loaded_models(lora):
         model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
         save_hugging_face(bridge, model, student, output)
 

@@ -40,4 +40,22 @@ def train_only(model: list, *, patterns: list[str]) -> list:
             "student.train_only leaves a pipeline stage without a parameter to train, which the "
             "host's optimizer cannot hold; name parameters of every stage, or use fewer stages"
         )
+    reach_recomputed_layers(model)
     return model
+
+
+def reach_recomputed_layers(model: list) -> None:
+    """Let gradients into layers that are recomputed below a frozen embedding.
+
+    Recomputation runs a layer again when a gradient for its output is asked for, and autograd asks
+    only where an input has a gradient. Without this such layers would learn nothing, with no error.
+    """
+    for chunk in model:
+        if chunk.config.recompute_granularity is not None:
+            chunk.decoder.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+
+
+def _require_gradient(decoder, arguments, keywords) -> None:
+    hidden = arguments[0] if arguments else keywords["hidden_states"]
+    if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
+        hidden.requires_grad_()

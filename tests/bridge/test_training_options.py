@@ -7,6 +7,17 @@ import torch
 from launch import Curves, run_cases
 from transformers import AutoModelForCausalLM
 
+RECOMPUTED = {
+    "full": [
+        "bridge.model.recompute_granularity=full",
+        "bridge.model.recompute_method=uniform",
+        "bridge.model.recompute_num_layers=1",
+    ],
+    "selective": [
+        "bridge.model.recompute_granularity=selective",
+        "bridge.model.recompute_modules=[mlp]",
+    ],
+}
 TP2 = "bridge.model.tensor_model_parallel_size=2"
 MLP_ONLY = "student.train_only=['*.mlp.*']"
 # Far too fast: the validation loss rises again, so the best checkpoint is not the last.
@@ -32,6 +43,8 @@ def runs(world) -> dict[str, Curves]:
         {
             "mlp-only": [MLP_ONLY, f"export.hf_path={folder}/mlp-only"],
             "mlp-only-recompute": [MLP_ONLY, "loss.gradient=recompute"],
+            "mlp-only-full": [MLP_ONLY, *RECOMPUTED["full"]],
+            "mlp-only-selective": [MLP_ONLY, *RECOMPUTED["selective"]],
             "overshoot": [
                 *OVERSHOOT,
                 f"bridge.checkpoint.save={folder}/overshoot/checkpoints",
@@ -54,9 +67,9 @@ def test_only_what_is_named_is_trained(world, runs):
     assert validation[-1] < validation[0]
 
 
-@pytest.mark.parametrize("other", ["mlp-only-recompute", "mlp-only-tp2"])
+@pytest.mark.parametrize("other", ["recompute", "full", "selective", "tp2"])
 def test_a_frozen_body_has_one_curve_in_every_layout(runs, other):
-    reference, compared = runs["mlp-only"], runs[other]
+    reference, compared = runs["mlp-only"], runs[f"mlp-only-{other}"]
     assert compared.train() == pytest.approx(reference.train(), rel=1e-5)
     assert compared.grad_norms() == pytest.approx(reference.grad_norms(), rel=1e-4)
 

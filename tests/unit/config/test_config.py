@@ -62,6 +62,10 @@ def test_interpolations_are_resolved(tmp_path):
         ("loss.impl=fused_online", ["loss.impl", "mode=online"]),
         ("cache.path=null", ["cache.path", "megatron-kd capture"]),
         ("student=x", ["student", "mapping"]),
+        ("student.lora.dim=0", ["student.lora.dim", "1 or more"]),
+        ("student.lora.rank=8", ["unknown key student.lora.rank", "dim"]),
+        ("student.lora.target_modules=[]", ["student.lora.target_modules", "linear_qkv"]),
+        ("bridge.peft.dim=8", ["bridge.peft", "student.lora"]),
         ("tail", ["key=value"]),
     ],
 )
@@ -81,6 +85,16 @@ def test_online_refuses_what_reads_a_truncated_teacher(tmp_path):
     with pytest.raises(ConfigError, match=r"loss\.tail"):
         from_recipe(path, [*online, "loss.impl=dense", "loss.tail=bucket"])
     assert from_recipe(path, [*online, "loss.impl=fused_online"]).mode == "online"
+
+
+def test_adapters_go_with_nothing_else_that_freezes(tmp_path):
+    path = recipe(tmp_path, MINIMAL)
+    lora = "student.lora.dim=8"
+    assert from_recipe(path, [lora]).student.lora.alpha == 32
+    with pytest.raises(ConfigError, match=r"student\.train_only"):
+        from_recipe(path, [lora, "student.train_only=['*.mlp.*']"])
+    with pytest.raises(ConfigError, match="mode=offline"):
+        from_recipe(path, [lora, "mode=online", "teacher.hf_path=t", "data.path=d"])
 
 
 def test_missing_and_circular_files_are_named(tmp_path):
