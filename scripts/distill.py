@@ -5,11 +5,13 @@ key=value …
 
 import argparse
 import sys
+from pathlib import Path
 
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_kd.config import from_recipe
+from megatron_kd.full_disk import full_disk
 from megatron_kd.typed_mapping import ConfigError
 
 
@@ -34,10 +36,33 @@ def main() -> int:
     except (ConfigError, ValueError, OSError) as error:
         print(f"distill: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("distill: stopped before training began", file=sys.stderr)
+        return 130
     if args.dry_run:
         print(yaml.safe_dump(bridge.resolved(config, container), sort_keys=False), end="")
         return 0
-    bridge.run(config, container)
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"distill: output_dir cannot be made: {error}", file=sys.stderr)
+        return 2
+    try:
+        bridge.run(config, container)
+    except ConfigError as error:  # what shows only in the built model, such as a parameter's name
+        print(f"distill: {error}", file=sys.stderr)
+        return 2
+    except BaseException as error:
+        said = full_disk(error)
+        if said is None:
+            raise
+        print(
+            f"distill: {said}. Make room for {config.output_dir} and start the same command "
+            "again: it goes on from the last complete checkpoint; "
+            "bridge.checkpoint.most_recent_k=1 keeps one",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

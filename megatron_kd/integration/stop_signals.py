@@ -1,21 +1,22 @@
 """Stop a run on a signal: finish the step, save, exit 0.
 
 Schedulers announce the end of a job with SIGTERM, or with a signal of the user's choice some time
-ahead of it. The host has a setting for this (`train.exit_signal_handler`), but its 0.3 never
-installs the handler, and it listens to one signal. Here the ranks agree after every step, and the
-host's own `train.exit_interval` does the rest: it saves unless this step has saved already, and
-leaves the loop with status 0.
+ahead of it; a user presses Ctrl-C. The host has a setting for this (`train.exit_signal_handler`),
+but its 0.3 never installs the handler, and it listens to one signal. Here the ranks agree after
+every step, and the host's own `train.exit_interval` does the rest: it saves unless this step has
+saved already, and leaves the loop with status 0.
 """
 
+import os
 import signal
 import sys
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Both mean the same. SIGUSR1 is for launchers that must not end `torchrun`, which acts on SIGTERM:
-it gives its ranks `--shutdown-timeout` seconds (30) and then exits with status 1."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""All mean the same. SIGUSR1 is for launchers that must not end `torchrun`, which acts on the
+others: it gives its ranks `--shutdown-timeout` seconds (30) and then exits with status 1."""
 
 
 class StopOnSignal(Callback):
@@ -27,6 +28,7 @@ class StopOnSignal(Callback):
 
     def __init__(self):
         self.received: int | None = None
+        self._rank_process = os.getpid()
 
     def listen(self) -> "StopOnSignal":
         """Install the handlers. Processes forked later, such as loader workers, inherit them and
@@ -47,9 +49,13 @@ class StopOnSignal(Callback):
             print(f"megatron_kd: stopping after iteration {step}: a rank was asked to", flush=True)
 
     def _note(self, number, frame) -> None:
-        if self.received is None:
+        if self.received is None and os.getpid() == self._rank_process:
             name = signal.Signals(number).name
-            print(f"megatron_kd: {name}: will stop after this step", file=sys.stderr, flush=True)
+            print(
+                f"megatron_kd: {name}: will save and stop after this step",
+                file=sys.stderr,
+                flush=True,
+            )
         self.received = number
 
 

@@ -137,14 +137,18 @@ def test_one_rank_may_speak_for_all(world, tmp_path, name):
     assert Curves(output).train()[:-2] == before
 
 
-@pytest.mark.slow
-def test_the_launcher_passes_the_signal_on(world, tmp_path):
-    """torchrun's own status after SIGTERM is 1; its ranks have saved."""
+@pytest.mark.parametrize(
+    "name", [pytest.param("SIGTERM", marks=pytest.mark.slow), pytest.param("SIGINT", id="ctrl-c")]
+)
+def test_the_launcher_passes_the_signal_on(world, tmp_path, name):
+    """torchrun's own status after either signal is 1; its ranks have saved."""
     output = tmp_path / "run"
     process = start(world, output)
     wait_for_iteration(process, output, 3)
     ranks = [psutil.Process(rank.pid) for rank in ranks_of(process)]
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, getattr(signal, name))
     assert process.wait(120) == 1
     assert not any(rank.is_running() for rank in ranks)
+    assert f"{name}: will save and stop after this step" in log(output)
+    assert "KeyboardInterrupt" not in log(output)
     assert saved_iteration(output) == len(Curves(output).train())
