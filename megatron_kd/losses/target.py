@@ -106,10 +106,11 @@ class Divergence:
 class KDMetrics(NamedTuple):
     """Detached values per position that come with the loss, at no further product.
 
-    lm_loss: [S, B] fp32, nats: hard-label cross-entropy at temperature 1; None without labels.
-    student_mass: [S, B] fp32: the student's probability on the teacher's support, at the loss's
-        temperature.
-    teacher_mass: [S, B] fp32: the teacher's, as the target has it before any renormalisation.
+    Args:
+        lm_loss: [S, B] fp32, nats: hard-label cross-entropy at temperature 1; None without labels.
+        student_mass: [S, B] fp32: the student's probability on the teacher's support, at the loss's
+            temperature.
+        teacher_mass: [S, B] fp32: the teacher's, as the target has it before any renormalisation.
     """
 
     lm_loss: torch.Tensor | None
