@@ -137,9 +137,8 @@ def test_one_rank_may_speak_for_all(world, tmp_path, name):
     assert Curves(output).train()[:-2] == before
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("SIGTERM", marks=pytest.mark.slow), pytest.param("SIGINT", id="ctrl-c")]
-)
+@pytest.mark.slow  # torchrun gives its ranks 30 seconds, which a loaded machine may not keep
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_the_launcher_passes_the_signal_on(world, tmp_path, name):
     """torchrun's own status after either signal is 1; its ranks have saved."""
     output = tmp_path / "run"
