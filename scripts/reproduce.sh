@@ -45,6 +45,7 @@ OMP_NUM_THREADS=1 megatron-kd study configs/study/laptop.yaml --output "$results
 OMP_NUM_THREADS=1 megatron-kd study configs/study/laptop.yaml --output "$results" --jobs "$jobs"
 
 # (a), memory by component, and (b), the loss alone.
-megatron-kd plan recipes/study.yaml --png "$results/study_memory.png"
+megatron-kd plan recipes/study.yaml bridge.model.seq_length=8192 --teacher $out/teacher \
+    --png "$results/study_memory.png"
 megatron-kd bench configs/benchmark/laptop.yaml --output "$results/loss_sweep.csv"
 megatron-kd plot "$results/loss_sweep.csv"
