@@ -47,13 +47,16 @@ def run(args) -> int:
 
 
 @torch.no_grad()
-def held_out_scores(teacher: str, students: list[str], sequences) -> dict[str, Scores]:
+def held_out_scores(
+    teacher: str, students: list[str], sequences, *, limit: int | None = None
+) -> dict[str, Scores]:
     """Scores of every student, by its directory; all models are in memory at once.
 
     Args:
         teacher, students: Hugging Face directories of causal language models with one vocabulary.
         sequences: Prepared sequences, by index. Block-packed documents are read one by one, as
             they were captured and trained.
+        limit: Read only this many, evenly spaced.
 
     Raises:
         ValueError: A student has another vocabulary than the teacher, or nothing is supervised.
@@ -66,12 +69,12 @@ def held_out_scores(teacher: str, students: list[str], sequences) -> dict[str, S
     models = {name: load(name) for name in students}
     reference = load(teacher)
     totals, tokens = {name: Scores() for name in students}, 0
-    for inputs, kept in _texts(sequences):
+    for inputs, kept in _texts(sequences, limit):
         following = inputs[0, 1:][kept]
-        log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept].double(), -1)
+        log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept], -1)
         tokens += len(following)
         for name, model in models.items():
-            logits = model(inputs).logits[0, :-1][kept].double()
+            logits = model(inputs).logits[0, :-1][kept]
             if logits.shape != log_p.shape:
                 raise ValueError(
                     f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
@@ -80,7 +83,7 @@ def held_out_scores(teacher: str, students: list[str], sequences) -> dict[str, S
             log_q = torch.log_softmax(logits, -1)
             first = log_q.argmax(-1)
             total = totals[name]
-            total.kl += (log_p.exp() * (log_p - log_q)).sum().item()
+            total.kl += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
             total.accuracy += (first == following).sum().item()
             total.agreement += (first == log_p.argmax(-1)).sum().item()
     if not tokens:
@@ -92,10 +95,11 @@ def held_out_scores(teacher: str, students: list[str], sequences) -> dict[str, S
     }
 
 
-def _texts(sequences):
+def _texts(sequences, limit: int | None):
     """What is read as one text: (tokens [1, n], supervised [n − 1])."""
     apart = sequences.manifest["packing"] == "block"
-    for index in range(len(sequences)):
+    count = len(sequences) if limit is None else min(limit, len(sequences))
+    for index in [round(i * len(sequences) / count) for i in range(count)]:
         sample = sequences[index]
         tokens = torch.tensor(sample.tokens, dtype=torch.int64)
         kept = torch.tensor(sample.loss_mask, dtype=torch.bool)

@@ -66,6 +66,8 @@ class StudyConfig:
     """Hugging Face directory."""
     held_out: str
     """One split of prepared data that no run trains on."""
+    held_out_sequences: int | None = None
+    """Score on this many of its sequences, evenly spaced; null scores on all."""
     seeds: list[int]
     """Of data order and initialisation."""
     runs: dict[str, StudyRun]
@@ -206,7 +208,8 @@ def score(study: StudyConfig) -> None:
     ]
     for start in range(0, len(waiting), STUDENTS_AT_ONCE):
         students = [str(folder / "hf") for folder in waiting[start : start + STUDENTS_AT_ONCE]]
-        for student, scores in held_out_scores(study.teacher, students, sequences).items():
+        found = held_out_scores(study.teacher, students, sequences, limit=study.held_out_sequences)
+        for student, scores in found.items():
             (Path(student).parent / SCORES).write_text(json.dumps(dataclasses.asdict(scores)))
 
 

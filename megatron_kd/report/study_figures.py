@@ -54,7 +54,8 @@ def _lines(study, section, by_run, axes) -> None:
         axis.set_xscale("log")
         axis.set_xlabel(section.x_label)
         axis.set_ylabel(label)
-        axis.legend()
+        if any(series):
+            axis.legend()
 
 
 def _curves(study, section, by_run, axes) -> None:

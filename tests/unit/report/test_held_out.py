@@ -45,6 +45,21 @@ def test_scores_are_their_definitions(tmp_path, models, packing, texts):
     assert scores[models["teacher"]].agreement == 1
 
 
+def test_a_limit_reads_evenly_spaced_sequences(tmp_path, models):
+    mask = [True] * (len(TEXT) - 1) + [False]
+    texts = [[(token + shift) % VOCAB for token in TEXT] for shift in range(5)]
+    data = write_sequences(
+        tmp_path / "data", "none", [(text, mask, [0, len(text)]) for text in texts]
+    )
+    rows = range(len(TEXT) - 1)
+    for limit, read in ((2, [0, 2]), (5, range(5)), (9, range(5)), (None, range(5))):
+        got = held_out_scores(models["teacher"], [models["a"]], SequenceReader(data), limit=limit)[
+            models["a"]
+        ]
+        want = expected(models["teacher"], models["a"], [(texts[i], rows) for i in read])
+        assert [got.kl, got.accuracy, got.agreement] == pytest.approx(want, abs=1e-5)
+
+
 def test_another_vocabulary_and_nothing_to_score_are_refused(tmp_path, models):
     other = llama(tmp_path / "other", 5, vocab=VOCAB + 1)
     mask = [True] * (len(TEXT) - 1) + [False]
