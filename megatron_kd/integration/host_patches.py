@@ -13,6 +13,8 @@ import megatron.bridge.data.loaders as bridge_loaders
 import megatron.bridge.models.conversion.model_bridge as model_bridge
 import megatron.bridge.training.initialize as bridge_initialize
 import megatron.core.transformer.moe.router as router
+import megatron.core.transformer.multi_token_prediction as prediction_heads
+import torch
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.core import parallel_state
 
@@ -28,6 +30,7 @@ def apply() -> None:
     """Apply every patch; calling it again does nothing."""
     _number_local_experts()
     _scale_router_losses_by_whole_sequences()
+    _count_accepted_tokens_of_logits_alone()
     _skip_needless_compilation()
     _let_loader_workers_end()
 
@@ -109,3 +112,22 @@ def _scale_router_losses_by_whole_sequences() -> None:
 
     if original.__name__ != WholeSequences.__name__:
         router.MoEAuxLossAutoScaler = WholeSequences
+
+
+def _count_accepted_tokens_of_logits_alone() -> None:
+    """megatron-core 0.19 counts the tokens that a head for multi-token prediction gets right, for
+    its log, in what the output layer returned. With a fused loss these are hidden states: the rate
+    would be nonsense, and under sequence parallelism the shapes do not fit. None are counted then.
+    """
+    count = getattr(prediction_heads, "_compute_mtp_acceptance_counts", None)
+    if count is None or hasattr(count, "of_logits_alone"):
+        return
+
+    def count_of_logits(mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs):
+        if "forward" in vars(output_layer):  # it hands its input through
+            none = torch.zeros((), device=loss_mask.device)
+            return none, none
+        return count(mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs)
+
+    count_of_logits.of_logits_alone = True
+    prediction_heads._compute_mtp_acceptance_counts = count_of_logits
