@@ -117,9 +117,11 @@ def export(
     Raises:
         ValueError: The checkpoint holds adapters, and lora does not describe them.
     """
-    from megatron_kd.integration import adapters, cpu_backend
+    from megatron_kd.integration import cpu_backend
 
     cpu_backend.activate()
+    from megatron_kd.integration import adapters
+
     if lora is None and adapters.are_in(checkpoint):
         raise ValueError(
             f"{checkpoint} holds LoRA adapters, but the run's {RESOLVED_CONFIG}, which says how "
