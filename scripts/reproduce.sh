@@ -2,7 +2,7 @@
 # The paper's study at laptop size, on SmolLM2: scripts/reproduce.sh [--jobs N] [--output DIR]
 #   --jobs N      training runs at one time, one thread each (default: 2)
 #   --output DIR  for tables and figures (default: docs/results); everything else goes to runs/study
-# Without a GPU it takes about two hours on two cores. What is finished is kept: start it again to go on.
+# Without a GPU it takes a few hours on two cores. What is finished is kept: start it again to go on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -145,12 +145,13 @@ def read_study(path: str | Path) -> StudyConfig:
 
 
 def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:
-    """Train what is not finished; returns the folders of runs that failed."""
+    """Train what is not finished; returns the folders of runs that failed.
+
+    Raises:
+        ConfigError: A finished run was trained with other overrides than the study has now.
+    """
     waiting = [
-        (name, seed)
-        for seed in study.seeds
-        for name in names
-        if not _finished(study.folder(name, seed))
+        (name, seed) for seed in study.seeds for name in names if not _finished(study, name, seed)
     ]
     failed, lock = [], threading.Lock()
     with Progress(console=Console(stderr=True)) as progress:
@@ -167,16 +168,32 @@ def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:
                     tail = "\n".join(log.read_text().splitlines()[-LOG_LINES:])
                     progress.console.print(f"{tail}\n{name}, seed {seed} failed: {log}")
 
-        with ThreadPoolExecutor(max_workers=jobs) as pool:
-            list(pool.map(train_one, *zip(*waiting, strict=True)) if waiting else ())
+        pool = ThreadPoolExecutor(max_workers=jobs)
+        try:
+            for done in [pool.submit(train_one, *each) for each in waiting]:
+                done.result()
+        finally:  # Ctrl-C starts no further run
+            pool.shutdown(cancel_futures=True)
     return failed
 
 
 def _launch(study: StudyConfig, name: str, seed: int) -> int:
     folder = study.folder(name, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        *shlex.split(study.command),
+    arguments = _arguments(study, name, seed)
+    command = [*shlex.split(study.command), *arguments]
+    with open(folder / "log.txt", "w") as log:
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    # A run that was asked to stop early ends well too, but exports nothing.
+    if status == 0 and (folder / "hf" / "config.json").is_file():
+        (folder / FINISHED).write_text(json.dumps(arguments))
+        return 0
+    return status or 1
+
+
+def _arguments(study: StudyConfig, name: str, seed: int) -> list[str]:
+    folder = study.folder(name, seed)
+    return [
         *("--config", study.recipe),
         f"output_dir={folder}",
         f"export.hf_path={folder}/hf",
@@ -184,33 +201,48 @@ def _launch(study: StudyConfig, name: str, seed: int) -> int:
         f"bridge.rng.seed={seed}",
         *study.runs[name].overrides,
     ]
-    with open(folder / "log.txt", "w") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    if status == 0:
-        (folder / FINISHED).touch()
-    return status
 
 
-def _finished(folder: Path) -> bool:
-    return (folder / FINISHED).is_file()
+def _finished(study: StudyConfig, name: str, seed: int) -> bool:
+    folder = study.folder(name, seed)
+    if not (folder / FINISHED).is_file():
+        return False
+    before, now = json.loads((folder / FINISHED).read_text()), _arguments(study, name, seed)
+    if before != now:
+        raise ConfigError(
+            f"{folder} was trained with {shlex.join(before)}, the study now has "
+            f"{shlex.join(now)}; remove the folder, or give the run another name"
+        )
+    return True
 
 
 def score(study: StudyConfig) -> None:
-    """Write `held_out.json` beside every trained student that has none."""
+    """Write `held_out.json` beside every trained student that has none by this measure."""
     from megatron_kd.data.sequences import SequenceReader
 
     sequences = SequenceReader(study.held_out)
+    by = {
+        "teacher": study.teacher,
+        "data": sequences.fingerprint,
+        "sequences": study.held_out_sequences,
+    }
     waiting = [
         folder
         for name in study.runs
         for seed in study.seeds
-        if _finished(folder := study.folder(name, seed)) and not (folder / SCORES).is_file()
+        if _finished(study, name, seed) and not _scored(folder := study.folder(name, seed), by)
     ]
     for start in range(0, len(waiting), STUDENTS_AT_ONCE):
         students = [str(folder / "hf") for folder in waiting[start : start + STUDENTS_AT_ONCE]]
         found = held_out_scores(study.teacher, students, sequences, limit=study.held_out_sequences)
         for student, scores in found.items():
-            (Path(student).parent / SCORES).write_text(json.dumps(dataclasses.asdict(scores)))
+            content = {"by": by, "scores": dataclasses.asdict(scores)}
+            (Path(student).parent / SCORES).write_text(json.dumps(content))
+
+
+def _scored(folder: Path, by: dict) -> bool:
+    path = folder / SCORES
+    return path.is_file() and json.loads(path.read_text())["by"] == by
 
 
 def collect(study: StudyConfig) -> list[Row]:
@@ -225,7 +257,7 @@ def collect(study: StudyConfig) -> list[Row]:
 
 def _row(name: str, seed: int, folder: Path) -> Row:
     records = read_metrics(folder)
-    scores = Scores(**json.loads((folder / SCORES).read_text()))
+    scores = Scores(**json.loads((folder / SCORES).read_text())["scores"])
     steps = [record for record in records if record["kind"] == "train"]
     warm = steps[1:] or steps  # the first iteration also warms up
 

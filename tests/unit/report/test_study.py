@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import yaml
 from small_report import TEXT, write_sequences
 
 from megatron_kd.cli import main
-from megatron_kd.report.study import read_study
+from megatron_kd.report import study as study_module
+from megatron_kd.report.study import read_study, train
 from megatron_kd.typed_mapping import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -35,7 +37,8 @@ lines.append(dict(kind="validation", iteration=3, losses=last))
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + chr(10) for line in lines))
 peaks = {{"peak_bytes_by_rank": [3 << 20, 5 << 20]}}
 (folder / "peak_memory.json").write_text(json.dumps(peaks))
-shutil.copytree(given["model"], folder / "hf")
+if "stopped" not in given:
+    shutil.copytree(given["model"], folder / "hf")
 """
 
 
@@ -112,6 +115,57 @@ def test_finished_runs_are_kept_and_failed_ones_repeated(study, tmp_path, capsys
     assert len(calls.read_text().splitlines()) == 2
     assert main(["study", str(path), "--output", output]) == 0
     assert len(calls.read_text().splitlines()) == 4
+
+
+def test_a_run_that_stopped_early_is_not_finished(study, tmp_path, capsys):
+    """It saves and ends with status 0 when it is asked to stop, and exports nothing."""
+    path, content, calls = study
+    content["runs"]["two"]["overrides"].append("stopped=1")
+    write(tmp_path, content)
+    assert main(["study", str(path), "--output", str(tmp_path / "results")]) == 1
+    assert "two, seed 1 failed" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "two" / "1" / "finished").exists()
+
+
+def test_a_finished_run_of_other_overrides_is_refused(study, tmp_path, capsys):
+    path, content, calls = study
+    arguments = ["study", str(path), "--output", str(tmp_path / "results")]
+    assert main(arguments) == 0
+    content["runs"]["one"]["overrides"].append("level=5")
+    write(tmp_path, content)
+    assert main(arguments) == 1
+    assert "remove the folder, or give the run another name" in capsys.readouterr().err
+    assert len(calls.read_text().splitlines()) == 4
+
+
+def test_scores_follow_what_they_are_measured_on(study, tmp_path, models):
+    path, content, _ = study
+    output = tmp_path / "results"
+
+    def scores():
+        assert main(["study", str(path), "--output", str(output)]) == 0
+        with open(output / "study.csv") as file:
+            return [row["held_out_kl"] for row in csv.DictReader(file)]
+
+    before = scores()
+    content["teacher"] = models["a"]
+    write(tmp_path, content)
+    after = scores()
+    assert after != before and float(after[0]) == pytest.approx(0, abs=1e-6)
+
+
+def test_an_interrupt_starts_no_further_run(study, monkeypatch):
+    started = []
+
+    def interrupted(study, name, seed):
+        started.append(name)
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_module, "_launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(read_study(study[0]), ["one", "two"], jobs=1)
+    assert len(started) <= 2  # of four; the second may begin before the first is heard of
 
 
 def test_bad_studies_are_refused(study, tmp_path, capsys):
