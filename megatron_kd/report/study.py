@@ -168,12 +168,9 @@ def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:
                     tail = "\n".join(log.read_text().splitlines()[-LOG_LINES:])
                     progress.console.print(f"{tail}\n{name}, seed {seed} failed: {log}")
 
-        pool = ThreadPoolExecutor(max_workers=jobs)
-        try:
-            for done in [pool.submit(train_one, *each) for each in waiting]:
-                done.result()
-        finally:  # Ctrl-C starts no further run
-            pool.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            for _ in pool.map(lambda each: train_one(*each), waiting):
+                pass  # what it raises, Ctrl-C too, cancels the runs that have not begun
     return failed
 
 
