@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from megatron_kd import typed_mapping
 from megatron_kd.typed_mapping import ConfigError
@@ -366,6 +367,11 @@ def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
+        try:
+            OmegaConf.from_dotlist([override])
+        except YAMLError as error:
+            remedy = 'quote what YAML reads otherwise: ["*.mlp.*"]'
+            raise ConfigError(f"override {override!r} is not YAML ({error}); {remedy}") from error
     try:
         merged = OmegaConf.merge(
             _with_includes(Path(path), ()), OmegaConf.from_dotlist(list(overrides))

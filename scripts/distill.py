@@ -5,6 +5,7 @@ key=value …
 
 import argparse
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import yaml
@@ -25,14 +26,17 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="OmegaConf dot syntax")
     args = parser.parse_args()
+    # What the host says while it is imported (0.6 on stdout) must not mix with the configuration.
+    aside = redirect_stdout(sys.stderr) if args.dry_run else nullcontext()
     try:
-        config = from_recipe(args.config, args.overrides)
-        from megatron_kd.integration import cpu_backend
+        with aside:
+            config = from_recipe(args.config, args.overrides)
+            from megatron_kd.integration import cpu_backend
 
-        cpu_backend.activate()  # before anything named megatron is imported
-        from megatron_kd.integration import bridge
+            cpu_backend.activate()  # before anything named megatron is imported
+            from megatron_kd.integration import bridge
 
-        container = bridge.prepare(config)
+            container = bridge.prepare(config)
     except (ConfigError, ValueError, OSError) as error:
         print(f"distill: {error}", file=sys.stderr)
         return 2

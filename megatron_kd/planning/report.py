@@ -184,7 +184,7 @@ def beside_published(student: ModelShape, teacher: ModelShape) -> Table:
 def assumptions(plan: Plan) -> list[str]:
     settings = plan.settings
     update = settings.value_bytes + settings.gradient_bytes + settings.state_bytes
-    return [
+    lines = [
         f"{update} bytes per parameter: weights {settings.value_bytes}, gradients "
         f"{settings.gradient_bytes}, optimiser {settings.state_bytes}"
         + (
@@ -206,6 +206,13 @@ def assumptions(plan: Plan) -> list[str]:
         "and none at 32K: no single mode explains both. One fitted constant: the published dense "
         f"loss holds {published.DENSE_FP32_COPIES} fp32 copies of the logits (ours holds one)",
     ]
+    if settings.frozen_by:
+        lines.insert(
+            1,
+            f"every parameter is counted as trained, though {settings.frozen_by} freezes a part: "
+            "memory and time are upper bounds",
+        )
+    return lines
 
 
 def _recompute_name(recompute: Recompute) -> str:

@@ -53,6 +53,8 @@ class Settings:
     mode: str = "offline"
     loss: LossConfig = field(default_factory=LossConfig)
     topk: int = 100
+    frozen_by: str | None = None
+    """The recipe's key that freezes a part of the student."""
 
     def __post_init__(self):
         replica = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
@@ -135,7 +137,14 @@ def from_config(
         mode=config.mode,
         loss=config.loss,
         topk=topk or manifest.get("topk") or 100,
+        frozen_by=_frozen_by(config),
     )
+
+
+def _frozen_by(config: DistillConfig) -> str | None:
+    if config.student.lora is not None:
+        return "student.lora"
+    return "student.train_only" if config.student.train_only else None
 
 
 def split_manifest(config: DistillConfig, split: str = "train") -> dict | None:

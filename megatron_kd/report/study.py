@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 
 from megatron_kd import typed_mapping
+from megatron_kd.config import merged_recipe
 from megatron_kd.report.held_out import Scores, held_out_scores
 from megatron_kd.report.metrics_file import curve, peak_bytes_by_rank, read_metrics
 from megatron_kd.report.study_figures import draw
@@ -141,7 +141,7 @@ def read_study(path: str | Path) -> StudyConfig:
     """
     if not Path(path).is_file():
         raise ConfigError(f"no study at {path}")
-    return typed_mapping.build(StudyConfig, OmegaConf.to_container(OmegaConf.load(path)))
+    return typed_mapping.build(StudyConfig, merged_recipe(path))
 
 
 def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:

@@ -67,6 +67,7 @@ def test_interpolations_are_resolved(tmp_path):
         ("student.lora.target_modules=[]", ["student.lora.target_modules", "linear_qkv"]),
         ("bridge.peft.dim=8", ["bridge.peft", "student.lora"]),
         ("tail", ["key=value"]),
+        ("student.train_only=[*.mlp.*]", ["student.train_only=[*.mlp.*]", "quote"]),
     ],
 )
 def test_wrong_overrides_are_refused(tmp_path, override, expected):

@@ -46,6 +46,21 @@ def settings_of(file, *overrides, ranks=None):
     return from_config(config, student, ranks=ranks, topk=None)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("student.lora.dim=4", "though student.lora freezes a part"),
+        ("student.train_only=['*.mlp.*']", "though student.train_only freezes a part"),
+        ("data.seed=1", None),
+    ],
+)
+def test_says_that_frozen_parts_are_counted(recipe, override, said, capsys):
+    assert main(["plan", recipe(), override]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("counted as trained" in shown) == (said is not None)
+    assert said is None or said in shown
+
+
 def test_prints_tables_and_draws(recipe, llama_directory, tmp_path, capsys):
     file = recipe()
     teacher = llama_directory("teacher", num_hidden_layers=8)

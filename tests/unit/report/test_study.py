@@ -189,6 +189,9 @@ def test_bad_studies_are_refused(study, tmp_path, capsys):
     assert "three" in capsys.readouterr().err
     assert main(["study", "nowhere.yaml", "--output", "x"]) == 1
     assert "no study at nowhere.yaml" in capsys.readouterr().err
+    path.write_text("runs: [*.mlp.*]")
+    assert main(["study", str(path), "--output", "x"]) == 1
+    assert "is not valid YAML" in capsys.readouterr().err
 
 
 def test_the_study_that_ships_is_whole():
