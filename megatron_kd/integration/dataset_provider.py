@@ -58,9 +58,9 @@ class DistillDatasetProvider(DatasetProvider):
 
     def _dataset(self, split: str, length: int, *, shuffle=False, period=None) -> DistillDataset:
         source = self.open(split)
-        if self.dataloader_type != "cyclic":
+        if self.dataloader_type == "single":
             length += SPARE_ITEMS
-        elif split == TRAIN:
+        elif self.dataloader_type == "cyclic" and split == TRAIN:
             length, shuffle = len(source), False  # the host's sampler shuffles and repeats
         return DistillDataset(
             source,

@@ -10,6 +10,7 @@ import inspect
 import logging
 
 import megatron.bridge.data.loaders as bridge_loaders
+import megatron.bridge.data.samplers as samplers
 import megatron.bridge.models.conversion.model_bridge as model_bridge
 import megatron.bridge.training.initialize as bridge_initialize
 import megatron.core.transformer.moe.router as router
@@ -33,6 +34,7 @@ def apply() -> None:
     _count_accepted_tokens_of_logits_alone()
     _skip_needless_compilation()
     _let_loader_workers_end()
+    _leave_the_order_to_the_dataset()
 
 
 def _skip_needless_compilation() -> None:
@@ -58,6 +60,21 @@ def _let_loader_workers_end() -> None:
     """
     if hasattr(bridge_loaders, "DistributedSignalHandler"):
         bridge_loaders.DistributedSignalHandler = LoaderWorkerSignals
+
+
+def _leave_the_order_to_the_dataset() -> None:
+    """megatron-bridge 0.6: with `dataloader_type` batch the sampler shuffles too, also for
+    evaluation, what the dataset has already put in an order that every loader sees alike.
+    """
+    sampler = samplers.MegatronPretrainingBatchSampler
+    if "shuffle" not in inspect.signature(sampler.__init__).parameters:
+        return
+
+    class InOrder(sampler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs, shuffle=False)
+
+    samplers.MegatronPretrainingBatchSampler = InOrder
 
 
 def _number_local_experts() -> None:

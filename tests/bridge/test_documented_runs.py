@@ -2,6 +2,7 @@
 Only sizes change, and each change must find what it replaces.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -97,7 +98,8 @@ def checkout(tmp_path, smollm2_tokenizer) -> Path:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "chats.jsonl").write_text("".join(CHAT % (i, 2 * i, 3 * i) for i in range(120)))
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "text.txt").write_text("One line of text after another.\n" * 400)
+    lines = [json.dumps({"text": f"Line {i}, after the one before."}) for i in range(400)]
+    (tmp_path / "corpus" / "text.jsonl").write_text("\n".join(lines))
     config = LlamaConfig(
         vocab_size=len(smollm2_tokenizer),
         hidden_size=32,
