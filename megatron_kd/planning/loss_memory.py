@@ -63,6 +63,7 @@ def loss_memory(
         return LossMemory(hidden + logits, e * rows * vocab)
     models = 2 if impl == "fused_online" else 1
     own_gradient = impl == "fused_online" or settings.loss.gradient != "recompute"
+    own_gradient = own_gradient and settings.lora is None
     loss = _chunk_bytes(settings, vocab * models, n, gpu_bytes) + e * n * width
     loss += 4 * vocab * width * own_gradient
     if settings.sequence_parallel:

@@ -9,6 +9,7 @@ All bytes are what the allocator gives out (`max_memory_allocated`).
 from dataclasses import dataclass, replace
 
 from megatron_kd.planning.activations import kept_by_layers
+from megatron_kd.planning.adapters import adapter_parameters
 from megatron_kd.planning.loss_memory import LossMemory, loss_memory, rank_vocab
 from megatron_kd.planning.model_shape import ModelShape
 from megatron_kd.planning.settings import Settings
@@ -126,6 +127,15 @@ def rank_parameters(shape: ModelShape, settings: Settings, stage: int) -> tuple[
     return common, sum(x.experts for x in layers) / over
 
 
+def trained_parameters(shape: ModelShape, settings: Settings, stage: int) -> tuple[float, float]:
+    """As `rank_parameters`, of those that have gradients."""
+    if settings.lora is None:
+        return rank_parameters(shape, settings, stage)
+    each = len(shape.layers) // settings.pipeline_parallel
+    layers = range(stage * each, (stage + 1) * each)
+    return adapter_parameters(shape, settings.lora, layers) / settings.tensor_parallel, 0.0
+
+
 def micro_batches_in_flight(settings: Settings, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once under (interleaved) 1F1B."""
     stages, chunks = settings.pipeline_parallel, settings.virtual_pipeline
@@ -136,11 +146,14 @@ def micro_batches_in_flight(settings: Settings, stage: int) -> float:
 
 
 def _stage(student, settings: Settings, stage, impl, teacher, loss: LossMemory) -> StageMemory:
-    common, experts = rank_parameters(student, settings, stage)
+    trained = trained_parameters(student, settings, stage)
+    held = sum(rank_parameters(student, settings, stage))
+    if settings.lora is not None:
+        held += sum(trained)
     parts = dict.fromkeys(COMPONENTS, 0.0)
-    parts["weights"] = (common + experts) * settings.value_bytes
-    parts["gradients"] = (common + experts) * settings.gradient_bytes
-    parts["optimiser"] = settings.state_bytes * _optimiser_parameters(settings, common, experts)
+    parts["weights"] = held * settings.value_bytes
+    parts["gradients"] = sum(trained) * settings.gradient_bytes
+    parts["optimiser"] = settings.state_bytes * _optimiser_parameters(settings, *trained)
     if impl in ONLINE:
         parts["teacher"] = sum(rank_parameters(teacher, settings, stage)) * settings.value_bytes
     layers = stage_layers(student, settings, stage)

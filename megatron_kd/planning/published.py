@@ -110,7 +110,7 @@ def estimated_step(point: PublishedPoint, student: ModelShape, teacher: ModelSha
         run,
         impl=point.impl,
         gpu=SOURCE_GPU,
-        rank_parameters=parameters,
+        trained_parameters=parameters,
         teacher=resident,
     )
 

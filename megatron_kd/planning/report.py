@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from megatron_kd.planning import published
+from megatron_kd.planning.adapters import adapter_parameters
 from megatron_kd.planning.gpus import GPU, RESERVED_SHARE
 from megatron_kd.planning.memory import (
     COMPONENTS,
@@ -14,7 +15,7 @@ from megatron_kd.planning.memory import (
     implementation,
     longest_sequence,
     plan_memory,
-    rank_parameters,
+    trained_parameters,
 )
 from megatron_kd.planning.model_shape import ModelShape
 from megatron_kd.planning.settings import Recompute, Settings
@@ -65,13 +66,13 @@ class Plan:
 
     def step(self, impl: str) -> StepTime:
         stages = range(self.settings.pipeline_parallel)
-        parameters = max(sum(rank_parameters(self.student, self.settings, s)) for s in stages)
+        parameters = max(sum(trained_parameters(self.student, self.settings, s)) for s in stages)
         return step_time(
             self.student,
             self.settings,
             impl=impl,
             gpu=self.gpu,
-            rank_parameters=parameters,
+            trained_parameters=parameters,
             teacher=self.teacher if impl in ONLINE else None,
             efficiency=self.efficiency,
         )
@@ -206,11 +207,18 @@ def assumptions(plan: Plan) -> list[str]:
         "and none at 32K: no single mode explains both. One fitted constant: the published dense "
         f"loss holds {published.DENSE_FP32_COPIES} fp32 copies of the logits (ours holds one)",
     ]
-    if settings.frozen_by:
+    if settings.lora is not None:
+        adapters = adapter_parameters(plan.student, settings.lora, range(len(plan.student.layers)))
         lines.insert(
             1,
-            f"every parameter is counted as trained, though {settings.frozen_by} freezes a part: "
-            "memory and time are upper bounds",
+            f"trained: {adapters / 1e6:.3g}M parameters of adapters (student.lora); weights are "
+            "frozen and have neither gradients nor states; activations as without adapters",
+        )
+    if settings.uncounted_freeze:
+        lines.insert(
+            1,
+            f"every parameter is counted as trained, though {settings.uncounted_freeze} freezes a "
+            "part: memory and time are upper bounds",
         )
     return lines
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_kd.config import DistillConfig, LossConfig
+from megatron_kd.config import DistillConfig, LoraConfig, LossConfig
 from megatron_kd.planning.model_shape import ModelShape
 
 RECOMPUTE = ("none", "selective", "full")
@@ -53,8 +53,11 @@ class Settings:
     mode: str = "offline"
     loss: LossConfig = field(default_factory=LossConfig)
     topk: int = 100
-    frozen_by: str | None = None
-    """The recipe's key that freezes a part of the student."""
+    lora: LoraConfig | None = None
+    """Adapters; all else is frozen."""
+
+    uncounted_freeze: str | None = None
+    """The recipe's key that freezes a part which is counted as trained all the same."""
 
     def __post_init__(self):
         replica = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
@@ -137,12 +140,13 @@ def from_config(
         mode=config.mode,
         loss=config.loss,
         topk=topk or manifest.get("topk") or 100,
-        frozen_by=_frozen_by(config),
+        lora=None if student.experts else config.student.lora,
+        uncounted_freeze=_uncounted_freeze(config, student),
     )
 
 
-def _frozen_by(config: DistillConfig) -> str | None:
-    if config.student.lora is not None:
+def _uncounted_freeze(config: DistillConfig, student: ModelShape) -> str | None:
+    if config.student.lora is not None and student.experts:
         return "student.lora"
     return "student.train_only" if config.student.train_only else None
 

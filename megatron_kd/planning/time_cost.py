@@ -67,18 +67,21 @@ def step_time(
     *,
     impl: str,
     gpu: GPU,
-    rank_parameters: float,
+    trained_parameters: float,
     teacher: ModelShape | None = None,
     efficiency: float = EFFICIENCY,
 ) -> StepTime:
-    """rank_parameters: of the student, on the rank that has most of them."""
+    """trained_parameters: on the rank that has most of them."""
     tokens = settings.sequence_length * settings.global_batch
     body = forward_flops(student, settings.sequence_length)
     head = 2 * student.vocab_size * student.hidden_size
     student_products, teacher_products = HEAD_PRODUCTS[impl]
     if impl == "fused_chunked" and settings.loss.gradient == "recompute":
         student_products += 1
-    flops = body * (3 + _recomputed_share(student, settings)) + head * student_products
+    passes = 3
+    if settings.lora is not None:  # frozen matrices have no weight gradients
+        passes, student_products = passes - 1, student_products - 1
+    flops = body * (passes + _recomputed_share(student, settings)) + head * student_products
     if teacher is not None and teacher_products:
         flops += forward_flops(teacher, settings.sequence_length)
         flops += 2 * teacher.vocab_size * teacher.hidden_size * teacher_products
@@ -86,7 +89,7 @@ def step_time(
     bandwidth = gpu.bandwidth_gb_s * 1e9
     rank_positions = settings.positions * settings.micro_batches
     logits = LOGIT_TRAFFIC[impl] * rank_positions * rank_vocab(student, settings)
-    optimiser = rank_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
+    optimiser = trained_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
     full = settings.micro_batches * settings.virtual_pipeline
     return StepTime(
         products_s=tokens * flops / (settings.ranks * peak),
@@ -94,7 +97,7 @@ def step_time(
         optimiser_s=optimiser / bandwidth,
         messages_s=_tensor_messages(student, settings, rank_positions) / (gpu.link_gb_s * 1e9),
         pipeline_share=full / (full + settings.pipeline_parallel - 1),
-        model_flops=tokens * 3 * (body + head),
+        model_flops=tokens * passes * (body + head),
     )
 
 

@@ -7,10 +7,13 @@ import torch
 from comparison import weights
 from launch import Curves, run_cases
 from test_commands import call_all
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_kd.config import LoraConfig
 from megatron_kd.integration import adapters
 from megatron_kd.integration.export import RESOLVED_CONFIG
+from megatron_kd.planning.adapters import adapter_parameters
+from megatron_kd.planning.model_shape import shape_of_directory
 from megatron_kd.typed_mapping import ConfigError
 
 DIM = 2
@@ -98,6 +101,16 @@ def test_a_checkpoint_is_exported_with_its_adapters_merged(world, runs):
     answers = call_all({"export": [*export, str(output), *student]})
     assert answers["export"][0] == 1
     assert f"the run's {RESOLVED_CONFIG}" in answers["export"][1]
+
+
+def test_the_plan_counts_what_a_checkpoint_holds(world, runs):
+    (folder,) = (runs["lora-resumed"].directory / "checkpoints").glob("iter_0000006")
+    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = [n for n in held if ".adapter." in n and n.endswith(".weight")]
+    saved = sum(held[n].size.numel() for n in names if not n.startswith("optimizer."))
+    student = shape_of_directory(world.parent / "student", "student")
+    layers = range(len(student.layers))
+    assert adapter_parameters(student, LoraConfig(dim=DIM), layers) == saved > 0
 
 
 def test_a_rank_that_cannot_be_split_is_refused():

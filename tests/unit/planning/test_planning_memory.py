@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_kd.config import LossConfig
+from megatron_kd.config import LoraConfig, LossConfig
 from megatron_kd.losses import (
     TopKTarget,
     dense_kd_loss,
@@ -17,6 +17,7 @@ from megatron_kd.losses import (
     sparse_chunked_kd_loss,
 )
 from megatron_kd.planning.activations import layer_activations
+from megatron_kd.planning.adapters import adapter_parameters
 from megatron_kd.planning.loss_memory import loss_memory
 from megatron_kd.planning.memory import (
     longest_sequence,
@@ -24,6 +25,7 @@ from megatron_kd.planning.memory import (
     peak_bytes,
     plan_memory,
     rank_parameters,
+    trained_parameters,
 )
 from megatron_kd.planning.model_shape import LayerShape, ModelShape
 from megatron_kd.planning.settings import Recompute, Settings
@@ -61,6 +63,22 @@ def test_eighteen_bytes_per_parameter_and_the_distributed_optimizers_share(stude
     four = parts(student, run)
     assert four["optimiser"] == one["optimiser"] / 4
     assert (four["weights"], four["gradients"]) == (one["weights"], one["gradients"])
+
+
+def test_adapters_alone_have_gradients_and_states():
+    run = Settings(sequence_length=64, ranks=2, tensor_parallel=2, lora=LoraConfig(dim=4))
+    plain = parts(SMALL, replace(run, lora=None))
+    lora = parts(SMALL, run)
+    qkv, proj, up, down = 4 * (8 + 16), 4 * (8 + 8), 4 * (8 + 32), 4 * (16 + 8)
+    adapters = 2 * (qkv + proj + up + down) / 2
+    assert lora["gradients"] == 4 * adapters and lora["optimiser"] == 12 * adapters
+    assert lora["weights"] == plain["weights"] + 2 * adapters
+    assert plain["loss"] - lora["loss"] == 4 * 16384 / 2 * 8  # no gradient of the output matrix
+    first = LoraConfig(dim=4, target_modules=["*.layers.0.*.linear_qkv", "linear_fc2"])
+    assert adapter_parameters(SMALL, first, range(2)) == qkv + 2 * down
+    stages = replace(run, tensor_parallel=1, pipeline_parallel=2, lora=first)
+    held = [sum(trained_parameters(SMALL, stages, stage)) for stage in range(2)]
+    assert held == [qkv + down, down]
 
 
 def test_ranks_together_hold_every_parameter_once(student):
