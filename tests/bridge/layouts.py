@@ -152,7 +152,7 @@ def matrix() -> list[Run]:
     with every other student and data.
     """
     runs = [Run(i, way) for i in (*OFFLINE, *ONLINE) for way in LAYOUTS if "EP" not in way]
-    ways = ("1", "DP 2", "TP 2 + SP", "CP 2", "PP 2", "TP 2 × CP 2")
+    ways = ("1", "DP 2", "TP 2 + SP", "CP 2", "PP 2", "TP 2 + SP × CP 2")
     variants = [("tied", "plain"), ("moe", "plain")]
     variants += [("student", data) for data in ("masked", "block", "naive")]
     for student, data in variants:
