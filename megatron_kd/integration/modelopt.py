@@ -135,7 +135,8 @@ def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> 
     """Turn the container's model into student and teacher, and return the forward step for them."""
     student, teacher = container.model, _teacher_provider(config)
     for name in SHARED_FIELDS:
-        if hasattr(student, name):
+        of_experts = name.startswith("expert_") and not teacher.num_moe_experts
+        if hasattr(student, name) and not of_experts:  # the host refuses them without experts
             setattr(teacher, name, getattr(student, name))
     teacher.register_pre_wrap_hook(
         partial(teacher_check.weights_are_loaded, hf_path=config.teacher.hf_path)

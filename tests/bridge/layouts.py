@@ -112,7 +112,7 @@ def core() -> list[Run]:
     runs += [Run("online fused", layout) for layout in ("DP 2", "TP 2 + SP", "CP 2", "PP 2")]
     runs += [Run("fused", layout) for layout in ("TP 4", "TP 2 × PP 2")]
     runs += [Run("fused", "TP 2", "tied"), Run("dense", "PP 2", "tied")]
-    runs += [Run("fused", "EP 2", "moe")]
+    runs += [Run("fused", "EP 2", "moe"), Run("online fused", "EP 2", "moe")]
     runs += [Run("fused", layout, data="masked") for layout in ("MBS 4", "CP 2", "TP 2 × CP 2")]
     runs += [Run("sparse", "DP 2", data="masked")]
     runs += [Run("fused", "PP 2", data="block"), Run("dense", "CP 2", data="block")]
