@@ -291,28 +291,32 @@ def write_table(rows: list[Row], path: Path) -> None:
 
 
 def summary(study: StudyConfig, rows: list[Row]) -> str:
-    """Markdown: a table per section, mean ± standard deviation over seeds."""
+    """Markdown: a table per section, mean ± standard deviation over seeds. Time and memory are in
+    those of kind `curves` alone: the other sections' runs may have shared the machine.
+    """
     parts = []
     for section in study.sections.values():
+        headings = ["run", "seeds", "held-out KL (nats)", "next token", "teacher's first"]
+        if section.kind == "curves":
+            headings += ["s/iteration", "TFLOP/s", "peak (MiB)"]
         lines = [
             f"## {section.title}",
             "",
-            "| run | seeds | held-out KL (nats) | next token | teacher's first | s/iteration "
-            "| TFLOP/s | peak (MiB) |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|",
+            f"| {' | '.join(headings)} |",
+            f"|---{'|--:' * (len(headings) - 1)}|",
         ]
         for name in section.runs:
             own = [row for row in rows if row.run == name]
             if not own:
                 continue
-            cells = (
+            cells = [
                 mean_sd([row.held_out_kl for row in own], "{:.3f}"),
                 mean_sd([100 * row.next_token_accuracy for row in own], "{:.1f}") + " %",
                 mean_sd([100 * row.teacher_agreement for row in own], "{:.1f}") + " %",
                 mean_sd([row.seconds_per_iteration for row in own], "{:.2f}"),
                 mean_sd([row.model_tflops_per_s for row in own], "{:.3f}"),
                 mean_sd([row.peak_mib for row in own], "{:,.0f}"),
-            )
+            ][: len(headings) - 2]
             lines.append(f"| {study.title(name)} | {len(own)} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

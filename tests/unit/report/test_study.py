@@ -97,6 +97,11 @@ def test_every_run_is_trained_scored_and_shown(study, tmp_path):
     assert kl[0] == kl[1] != kl[2] == kl[3] > 0
     text = (output / "study.md").read_text()
     assert f"| first | 2 | {kl[0]:.3f} ± 0.000 |" in text
+    tables = dict(zip("abc", text.split("\n## "), strict=True))
+    assert {name for name, table in tables.items() if "s/iteration" in table} == {"a"}
+    for table in tables.values():  # every line as wide as its heading
+        rows = [line.count("|") for line in table.splitlines() if line.startswith("|")]
+        assert len(rows) == 4 and len(set(rows)) == 1
     for name in "abc":
         assert (output / f"study_{name}.png").read_bytes().startswith(b"\x89PNG")
 
