@@ -102,7 +102,13 @@ def prepare(
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, use_fast=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, use_fast=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer at {tokenizer_path}; give a Hugging Face directory, or the name of a "
+            f"model on the hub and a network ({str(error).splitlines()[0]})"
+        ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"{tokenizer_path} has no tokenizer.json; save it as a fast tokenizer")
     bos = default_bos(tokenizer) if options.bos == "auto" else options.bos

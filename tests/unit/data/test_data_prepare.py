@@ -316,6 +316,7 @@ def test_a_tokenizer_that_cannot_chat_is_no_fault_of_the_records(
         (("--input", "EMPTY"), "no documents"),
         (("--input", "FOLDER"), "holds no .jsonl"),
         (("--input", "README"), "no .jsonl"),
+        (("--tokenizer", "no/such/tokenizer"), "no tokenizer at no/such/tokenizer"),
     ],
 )
 def test_bad_options(options, words, smollm2_dir, tmp_path, capsys):
