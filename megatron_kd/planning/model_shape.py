@@ -190,7 +190,11 @@ def _division(key: str, parameter) -> int:
 
 def _meta_model(config, name: str):
     from transformers import AutoModelForCausalLM
-    from transformers.modeling_utils import no_init_weights
+
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
 
     # Filling weights that do not exist would take most of the time.
     with torch.device("meta"), no_init_weights():

@@ -1,7 +1,5 @@
 """Low-rank adapters on a frozen student: what is trained, in every layout, resumed and exported."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from comparison import weights
@@ -10,11 +8,8 @@ from test_commands import call_all
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_kd.config import LoraConfig
-from megatron_kd.integration import adapters
-from megatron_kd.integration.export import RESOLVED_CONFIG
 from megatron_kd.planning.adapters import adapter_parameters
 from megatron_kd.planning.model_shape import shape_of_directory
-from megatron_kd.typed_mapping import ConfigError
 
 DIM = 2
 LORA = [
@@ -96,11 +91,11 @@ def test_a_checkpoint_is_exported_with_its_adapters_merged(world, runs):
     trained, exported = runs["lora-resumed"].weights(), weights(output)
     assert trained.keys() == exported.keys()
     assert all(torch.equal(trained[name], exported[name]) for name in trained)
-    (run / RESOLVED_CONFIG).rename(run / "elsewhere.yaml")
+    (run / "resolved_config.yaml").rename(run / "elsewhere.yaml")
     student = ["--student", str(world.parent / "student")]
     answers = call_all({"export": [*export, str(output), *student]})
     assert answers["export"][0] == 1
-    assert f"the run's {RESOLVED_CONFIG}" in answers["export"][1]
+    assert "the run's resolved_config.yaml" in answers["export"][1]
 
 
 def test_the_plan_counts_what_a_checkpoint_holds(world, runs):
@@ -111,10 +106,3 @@ def test_the_plan_counts_what_a_checkpoint_holds(world, runs):
     student = shape_of_directory(world.parent / "student", "student")
     layers = range(len(student.layers))
     assert adapter_parameters(student, LoraConfig(dim=DIM), layers) == saved > 0
-
-
-def test_a_rank_that_cannot_be_split_is_refused():
-    config = SimpleNamespace(student=SimpleNamespace(lora=LoraConfig(dim=6)))
-    container = SimpleNamespace(model=SimpleNamespace(tensor_model_parallel_size=4))
-    with pytest.raises(ConfigError, match="a multiple of 4"):
-        adapters.check(config, container)

@@ -4,6 +4,7 @@ job down with its own traceback; a loss that is not finite names its samples.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -95,7 +96,8 @@ def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
     # A minute where the cores are free; a rank's exit alone takes longer under other tests.
     assert process.wait(180) != 0
     text = log(output)
-    first = text.index("Traceback (most recent call last)")
+    begun = re.search(r"iteration +1/", text).start()  # the host logs what it could not import
+    first = text.index("Traceback (most recent call last)", begun)
     others = [text.find(words) for words in ("Connection closed by peer", "timed out", "Timeout")]
     assert FAULT in text[first : first + 8000]
     assert all(position < 0 or position > text.index(FAULT) for position in others)
