@@ -62,8 +62,8 @@ def loss_memory(
         rows = min(n, chunk * settings.micro_batch)
         return LossMemory(hidden + logits, e * rows * vocab)
     models = 2 if impl == "fused_online" else 1
-    own_gradient = impl == "fused_online" or settings.loss.gradient != "recompute"
-    own_gradient = own_gradient and settings.lora is None
+    in_forward = impl == "fused_online" or settings.loss.gradient != "recompute"
+    own_gradient = in_forward and settings.lora is None
     loss = _chunk_bytes(settings, vocab * models, n, gpu_bytes) + e * n * width
     loss += 4 * vocab * width * own_gradient
     if settings.sequence_parallel:

@@ -18,6 +18,7 @@ from megatron_kd.losses import (
 )
 from megatron_kd.planning.activations import layer_activations
 from megatron_kd.planning.adapters import adapter_parameters
+from megatron_kd.planning.gpus import gpu
 from megatron_kd.planning.loss_memory import loss_memory
 from megatron_kd.planning.memory import (
     longest_sequence,
@@ -29,6 +30,7 @@ from megatron_kd.planning.memory import (
 )
 from megatron_kd.planning.model_shape import LayerShape, ModelShape
 from megatron_kd.planning.settings import Recompute, Settings
+from megatron_kd.planning.time_cost import step_time
 
 H200 = 139 << 30
 SMALL = ModelShape(
@@ -74,6 +76,12 @@ def test_adapters_alone_have_gradients_and_states():
     assert lora["gradients"] == 4 * adapters and lora["optimiser"] == 12 * adapters
     assert lora["weights"] == plain["weights"] + 2 * adapters
     assert plain["loss"] - lora["loss"] == 4 * 16384 / 2 * 8  # no gradient of the output matrix
+    times = [
+        step_time(SMALL, each, impl="fused_chunked", gpu=gpu("h200"), trained_parameters=adapters)
+        for each in (run, replace(run, lora=None))
+    ]  # two of three products: no weight gradients
+    assert times[0].model_flops == pytest.approx(times[1].model_flops * 2 / 3)
+    assert times[0].products_s == pytest.approx(times[1].products_s * 2 / 3)
     first = LoraConfig(dim=4, target_modules=["*.layers.0.*.linear_qkv", "linear_fc2"])
     assert adapter_parameters(SMALL, first, range(2)) == qkv + 2 * down
     stages = replace(run, tensor_parallel=1, pipeline_parallel=2, lora=first)
