@@ -14,23 +14,41 @@ from megatron_kd.full_disk import full_disk
 
 COMMANDS = {
     # name: (module, one-line help; the module is imported only when its command is used)
-    "prepare": ("megatron_kd.data.prepare", "text, chat or token data to sequences"),
-    "init-student": ("megatron_kd.student.command", "make a compact student from a teacher"),
-    "import-gguf": ("megatron_kd.teacher.gguf", "a GGUF file as a Hugging Face directory"),
-    "capture": ("megatron_kd.teacher.capture", "run the teacher once, cache its top-K per token"),
+    "prepare": ("megatron_kd.data.prepare.command", "text, chat or token data to sequences"),
+    "init-student": ("megatron_kd.models.init_student", "make a compact student from a teacher"),
+    "import-gguf": ("megatron_kd.models.gguf", "a GGUF file as a Hugging Face directory"),
+    "capture": (
+        "megatron_kd.teacher.capture.command",
+        "run the teacher once, cache its top K",
+    ),
     "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
     "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),
-    "convert": ("megatron_kd.cache.convert", "another tool's captures as a cache"),
-    "plan": ("megatron_kd.planning.command", "memory, time and cache size of a recipe"),
-    "bench": ("megatron_kd.benchmark.sweep", "time and memory of loss implementations, as CSV"),
-    "plot": ("megatron_kd.benchmark.plot", "a benchmark's CSV as a PNG"),
-    "export": ("megatron_kd.integration.export", "a checkpoint as a Hugging Face directory"),
-    "doctor": ("megatron_kd.doctor.command", "check this machine, and a recipe on it"),
-    "report": ("megatron_kd.report.command", "what a run achieved, as a table and a PNG"),
-    "compare": ("megatron_kd.report.compare", "loss curves of several runs against the first"),
-    "study": ("megatron_kd.report.study", "variants over seeds: train, score, tables and figures"),
-    "retained": ("megatron_kd.report.evaluation", "benchmark scores of student beside teacher"),
-    "held-out-kl": ("megatron_kd.report.held_out", "KL(teacher || student) on held-out sequences"),
+    "convert": ("megatron_kd.data.convert.command", "another tool's captures as a cache"),
+    "plan": ("megatron_kd.tools.planning.command", "memory, time and cache size of a recipe"),
+    "bench": (
+        "megatron_kd.tools.benchmark.sweep",
+        "time and memory of the losses, as CSV",
+    ),
+    "plot": ("megatron_kd.tools.benchmark.plot", "a benchmark's CSV as a PNG"),
+    "export": ("megatron_kd.host.export", "a checkpoint as a Hugging Face directory"),
+    "doctor": ("megatron_kd.tools.doctor.command", "check this machine, and a recipe on it"),
+    "report": ("megatron_kd.tools.report.command", "what a run achieved, as a table and a PNG"),
+    "compare": (
+        "megatron_kd.tools.report.compare",
+        "loss curves of runs against the first",
+    ),
+    "study": (
+        "megatron_kd.tools.report.study",
+        "variants over seeds: train, score, report",
+    ),
+    "retained": (
+        "megatron_kd.tools.report.evaluation",
+        "benchmark scores beside the teacher's",
+    ),
+    "held-out-kl": (
+        "megatron_kd.tools.report.held_out",
+        "KL(teacher || student) on held-out data",
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 A recipe may list fragments under `include`; they are merged in order, the recipe's own keys last.
 Overrides are OmegaConf dot syntax (`loss.impl=dense bridge.train.train_iters=100`). The `bridge`
-section is passed on to the host (`megatron_kd.integration.host_config`), which checks it against
+section is passed on to the host (`megatron_kd.host.container`), which checks it against
 Megatron-Bridge's own dataclasses.
 """
 

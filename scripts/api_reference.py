@@ -33,8 +33,8 @@ SECTIONS = (
     (
         "Data",
         [
-            "megatron_kd.data.prepare:prepare PrepareOptions",
-            "megatron_kd.data.chat:ChatRules",
+            "megatron_kd.data.prepare.command:prepare PrepareOptions",
+            "megatron_kd.data.prepare.chat:ChatRules",
             "megatron_kd.data.sequences:Sequence SequenceReader SequenceWriter",
             "megatron_kd.data.sources:open_caches open_sequences check_same_tokens",
             "megatron_kd.data.dataset:SampleSource DistillDataset",
@@ -44,48 +44,48 @@ SECTIONS = (
     (
         "Teacher",
         [
-            "megatron_kd.teacher.job:capture resume",
-            "megatron_kd.teacher.setting:CaptureJob",
-            "megatron_kd.teacher.worker:Worker",
-            "megatron_kd.teacher.engine:TeacherEngine RowRequest Document Rows Teacher "
+            "megatron_kd.teacher.capture.job:capture resume",
+            "megatron_kd.teacher.capture.setting:CaptureJob",
+            "megatron_kd.teacher.capture.workers:Worker",
+            "megatron_kd.teacher.engines.base:TeacherEngine RowRequest Document Rows Teacher "
             "engine_class EngineError EngineUnavailable",
         ],
     ),
     (
         "Student",
         [
-            "megatron_kd.student.prune:write_student",
-            "megatron_kd.student.selection:TeacherShape Selection select_leading "
+            "megatron_kd.models.prune:write_student",
+            "megatron_kd.models.channels:TeacherShape Selection select_leading "
             "evenly_spaced_layers",
-            "megatron_kd.student.importance:Importance measure select_important",
+            "megatron_kd.models.importance:Importance measure select_important",
         ],
     ),
     (
         "Planning",
         [
-            "megatron_kd.planning.model_shape:ModelShape shape_of_directory",
-            "megatron_kd.planning.settings:Settings Recompute from_config",
-            "megatron_kd.planning.memory:plan_memory longest_sequence StageMemory",
-            "megatron_kd.planning.loss_memory:loss_memory LossMemory",
-            "megatron_kd.planning.time_cost:step_time StepTime capture_seconds "
+            "megatron_kd.tools.planning.model_shape:ModelShape shape_of_directory",
+            "megatron_kd.tools.planning.settings:Settings Recompute from_config",
+            "megatron_kd.tools.planning.memory:plan_memory longest_sequence StageMemory",
+            "megatron_kd.tools.planning.loss_memory:loss_memory LossMemory",
+            "megatron_kd.tools.planning.time_cost:step_time StepTime capture_seconds "
             "cache_bytes_per_position",
         ],
     ),
     (
         "The host",
         [
-            "megatron_kd.integration.cpu_backend:activate",
-            "megatron_kd.integration.bridge:prepare run",
-            "megatron_kd.integration.dataset_provider:DistillDatasetProvider",
-            "megatron_kd.integration.forward_step:OfflineStep",
-            "megatron_kd.integration.loss_seam:register DistillationLoss LossBatch",
-            "megatron_kd.integration.modelopt:set_up OnlineStep",
-            "megatron_kd.integration.modelopt_criteria:FullVocabularyLogitsKLLoss "
+            "megatron_kd.host.cpu.backend:activate",
+            "megatron_kd.host.train:prepare run",
+            "megatron_kd.host.dataset_provider:DistillDatasetProvider",
+            "megatron_kd.host.step.offline:OfflineStep",
+            "megatron_kd.host.step.distillation_loss:register DistillationLoss LossBatch",
+            "megatron_kd.host.online.modelopt:set_up OnlineStep",
+            "megatron_kd.host.online.criteria:FullVocabularyLogitsKLLoss "
             "HiddenStateLoss WeightedBalancer",
-            "megatron_kd.integration.hidden_states:Weights hidden_state_loss",
-            "megatron_kd.integration.trainable:train_only",
-            "megatron_kd.integration.adapters:add",
-            "megatron_kd.integration.export:export",
+            "megatron_kd.host.step.hidden_states:Weights hidden_state_loss",
+            "megatron_kd.host.parameters.freezing:train_only",
+            "megatron_kd.host.parameters.lora:add",
+            "megatron_kd.host.export:export",
         ],
     ),
 )

@@ -31,10 +31,10 @@ def main() -> int:
     try:
         with aside:
             config = from_recipe(args.config, args.overrides)
-            from megatron_kd.integration import cpu_backend
+            from megatron_kd.host.cpu import backend as cpu_backend
 
             cpu_backend.activate()  # before anything named megatron is imported
-            from megatron_kd.integration import bridge
+            from megatron_kd.host import train as bridge
 
             container = bridge.prepare(config)
     except (ConfigError, ValueError, OSError) as error:

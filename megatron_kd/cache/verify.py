@@ -217,7 +217,7 @@ def repair_cache(path: str | os.PathLike, problems: list[Problem]) -> list[str]:
             file.rename(file.with_name(file.name + BROKEN_SUFFIX))
     shards = sorted({problem.entry.shard for problem in problems if problem.entry is not None})
     if shards or manifest is None:
-        resume = importlib.import_module("megatron_kd.teacher.capture").resume
+        resume = importlib.import_module("megatron_kd.teacher.capture.command").resume
         made = resume(folder, shards if manifest is not None else None)
         names = ", ".join(str(shard) for shard in shards) or "the missing ones"
         done.append(f"shards captured again: {names}")

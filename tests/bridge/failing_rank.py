@@ -6,14 +6,14 @@ import sys
 
 from launch import DISTILL
 
-from megatron_kd.integration import cpu_backend
+from megatron_kd.host.cpu import backend as cpu_backend
 
 FAULT = "rank 1 was told to fail"
 
 
 def main():
     cpu_backend.activate()
-    from megatron_kd.integration.run_metrics import RunMetrics
+    from megatron_kd.host.callbacks.metrics import RunMetrics
 
     start_step = RunMetrics.on_train_step_start
 

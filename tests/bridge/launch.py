@@ -13,7 +13,7 @@ from pathlib import Path
 
 import comparison
 
-from megatron_kd.report.metrics_file import curve, read_metrics
+from megatron_kd.metrics_file import curve, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_CASES = Path(__file__).with_name("run_cases.py")

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from megatron_kd.config import from_recipe
-from megatron_kd.integration import cpu_backend
+from megatron_kd.host.cpu import backend as cpu_backend
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
     import torch
     from megatron.bridge.training.utils import checkpoint_utils
 
-    from megatron_kd.integration import bridge
+    from megatron_kd.host import train as bridge
 
     # The host destroys a group that it made itself, and torchrun's store does not survive a second
     # one.

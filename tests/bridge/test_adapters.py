@@ -8,8 +8,8 @@ from test_commands import call_all
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_kd.config import LoraConfig
-from megatron_kd.planning.adapters import adapter_parameters
-from megatron_kd.planning.model_shape import shape_of_directory
+from megatron_kd.tools.planning.adapters import adapter_parameters
+from megatron_kd.tools.planning.model_shape import shape_of_directory
 
 DIM = 2
 LORA = [

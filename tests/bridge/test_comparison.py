@@ -9,9 +9,9 @@ from launch import Curves, run_cases
 from small_world import TRAIN_SAMPLES, VALIDATION_SAMPLES, build, documents, online, write_cache
 
 from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.report.compare import relative_difference
-from megatron_kd.report.held_out import held_out_scores
-from megatron_kd.report.metrics_file import curve
+from megatron_kd.metrics_file import curve
+from megatron_kd.tools.report.compare import relative_difference
+from megatron_kd.tools.report.held_out import held_out_scores
 
 STEPS = 20
 TRAINING = [

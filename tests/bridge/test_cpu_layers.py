@@ -21,7 +21,7 @@ ATTENTION = {
 
 
 def _set_up(context_parallel_size):
-    from megatron_kd.integration import cpu_backend
+    from megatron_kd.host.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     from megatron.core import parallel_state

@@ -12,9 +12,9 @@ from launch import REPOSITORY, environment
 # One process asks all: importing the host takes longer than the answers.
 ASK = """
 import importlib.metadata, json, logging
-from megatron_kd.integration import cpu_backend
+from megatron_kd.host import cpu_backend
 cpu_backend.activate()
-from megatron_kd.integration import host_version
+from megatron_kd.host import host_version
 heard = []
 handler = logging.Handler()
 handler.emit = lambda record: heard.append(record.getMessage())

@@ -15,10 +15,10 @@ LAST = "[final_norm,final_norm]"
 PROFILED = """
 import json, sys
 from types import SimpleNamespace
-from megatron_kd.integration import cpu_backend
+from megatron_kd.host import cpu_backend
 cpu_backend.activate()
 import torch
-from megatron_kd.integration import profiling
+from megatron_kd.host import profiling
 calls = []
 def record(**options):
     calls.append("off" if options.get("enabled", 1) is None else "on")

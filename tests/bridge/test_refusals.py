@@ -17,9 +17,9 @@ from transformers import LlamaForCausalLM
 CHECK_ALL = """
 import json, sys
 from megatron_kd.config import from_recipe
-from megatron_kd.integration import cpu_backend
+from megatron_kd.host import cpu_backend
 cpu_backend.activate()
-from megatron_kd.integration import bridge
+from megatron_kd.host import bridge
 import torch
 for overrides in json.load(sys.stdin):
     try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_kd.doctor import machine
+from megatron_kd.tools.doctor import machine
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_kd.report.evaluation import compare, read_results
+from megatron_kd.tools.report.evaluation import compare, read_results
 
 
 def write(directory, results, groups=None):

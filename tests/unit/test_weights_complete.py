@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_kd.integration import weights_complete
+from megatron_kd.host.parameters import complete as weights_complete
 
 
 class Provider:

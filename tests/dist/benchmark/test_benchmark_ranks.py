@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
-from megatron_kd.benchmark import measure
-from megatron_kd.benchmark.config import BenchmarkConfig
-from megatron_kd.benchmark.implementations import IMPLEMENTATIONS
-from megatron_kd.benchmark.inputs import Inputs
-from megatron_kd.benchmark.table import read_table
+from megatron_kd.tools.benchmark import measure
+from megatron_kd.tools.benchmark.config import BenchmarkConfig
+from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS
+from megatron_kd.tools.benchmark.inputs import Inputs
+from megatron_kd.tools.benchmark.table import read_table
 from megatron_kd.cli import main
 
 SHARDED = ("dense", "sparse_chunked", "recompute", "in_forward", "paper_text", "paper_algorithm_1")

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
-from megatron_kd.teacher.engine import EngineError, RowRequest
-from megatron_kd.teacher.selection import draws_of, select
-from megatron_kd.teacher.sharded_selection import select_sharded
+from megatron_kd.teacher.engines.base import EngineError, RowRequest
+from megatron_kd.teacher.engines.topk import draws_of, select
+from megatron_kd.teacher.engines.sharded_topk import select_sharded
 
 ROWS = 37
 CASES = {

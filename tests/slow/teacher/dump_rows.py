@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from megatron_kd.teacher.engine import Document, RowRequest, engine_class
+from megatron_kd.teacher.engines.base import Document, RowRequest, engine_class
 
 
 def load_documents(path):

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "teacher"))
 
 from model_servers import flat_fields
 
-from megatron_kd.teacher.engine import Document, RowRequest
-from megatron_kd.teacher.http_client import HttpOptions
-from megatron_kd.teacher.sglang_engine import SglangEngine, parse_generate
+from megatron_kd.teacher.engines.base import Document, RowRequest
+from megatron_kd.teacher.engines.http_client import HttpOptions
+from megatron_kd.teacher.engines.sglang import SglangEngine, parse_generate
 
 pytestmark = pytest.mark.slow
 

@@ -170,9 +170,9 @@ def capture(monkeypatch):
     def plan_of(path):
         return known[path.name]
 
-    module = types.ModuleType("megatron_kd.teacher.capture")
+    module = types.ModuleType("megatron_kd.teacher.capture.command")
     module.resume = resume
-    monkeypatch.setitem(sys.modules, "megatron_kd.teacher.capture", module)
+    monkeypatch.setitem(sys.modules, "megatron_kd.teacher.capture.command", module)
     return types.SimpleNamespace(made=made, known=known)
 
 

@@ -3,7 +3,7 @@ import datetime
 import numpy as np
 import pytest
 
-from megatron_kd.data.chat import ChatRules, ChatTokenizer
+from megatron_kd.data.prepare.chat import ChatRules, ChatTokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -7,9 +7,9 @@ from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from megatron_kd import cli
-from megatron_kd.teacher.fingerprint import licence_of
-from megatron_kd.teacher.gguf import import_gguf, locate_gguf
-from megatron_kd.teacher.gguf_tokenizer import tokenizer_from_fields
+from megatron_kd.models.fingerprint import licence_of
+from megatron_kd.models.gguf import import_gguf, locate_gguf
+from megatron_kd.models.gguf_tokenizer import tokenizer_from_fields
 
 # The first ids of well-known texts under the model's published tokenizer: digits stand alone, a
 # space belongs to the word after it but never to a digit, runs of spaces stay whole.

@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_kd.data.packing import Piece, assemble, best_fit, cut
-from megatron_kd.data.split import validation_documents
+from megatron_kd.data.prepare.packing import Piece, assemble, best_fit, cut
+from megatron_kd.data.prepare.split import validation_documents
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 9, 10, 15, 16, 17, 40, 41])

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_kd import cli
-from megatron_kd.data.documents import tokenizer_hash
+from megatron_kd.data.prepare.documents import tokenizer_hash
 from megatron_kd.data.sequences import SequenceReader
 
 EOS = 2  # <|im_end|>

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_kd.planning import published
+from megatron_kd.tools.planning import published
 
 
 @pytest.fixture(scope="session")

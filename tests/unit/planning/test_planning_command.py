@@ -11,11 +11,11 @@ import yaml
 from megatron_kd.cache import CacheWriter
 from megatron_kd.cli import main
 from megatron_kd.config import from_recipe
-from megatron_kd.planning.command import make_plan
-from megatron_kd.planning.gpus import gpu
-from megatron_kd.planning.model_shape import shape_of_config, shape_of_directory
-from megatron_kd.planning.settings import Recompute, from_config
-from megatron_kd.planning.time_cost import cache_bytes_per_position
+from megatron_kd.tools.planning.command import make_plan
+from megatron_kd.tools.planning.gpus import gpu
+from megatron_kd.tools.planning.model_shape import shape_of_config, shape_of_directory
+from megatron_kd.tools.planning.settings import Recompute, from_config
+from megatron_kd.tools.planning.time_cost import cache_bytes_per_position
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_an_online_recipe_needs_a_teacher_and_marks_its_loss(recipe, llama_direc
 
 def test_the_host_is_not_imported():
     code = (
-        "import sys, megatron_kd.planning.command; "
+        "import sys, megatron_kd.tools.planning.command; "
         "sys.exit(any(name.split('.')[0] in ('megatron', 'modelopt') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
@@ -236,7 +236,7 @@ def test_gpu_names_and_plan_object(recipe):
     assert gpu("H200").name == "H200"
     import argparse
 
-    from megatron_kd.planning.command import add_arguments
+    from megatron_kd.tools.planning.command import add_arguments
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

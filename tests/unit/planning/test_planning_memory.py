@@ -16,11 +16,11 @@ from megatron_kd.losses import (
     fused_chunked_kd_loss,
     sparse_chunked_kd_loss,
 )
-from megatron_kd.planning.activations import layer_activations
-from megatron_kd.planning.adapters import adapter_parameters
-from megatron_kd.planning.gpus import gpu
-from megatron_kd.planning.loss_memory import loss_memory
-from megatron_kd.planning.memory import (
+from megatron_kd.tools.planning.activations import layer_activations
+from megatron_kd.tools.planning.adapters import adapter_parameters
+from megatron_kd.tools.planning.gpus import gpu
+from megatron_kd.tools.planning.loss_memory import loss_memory
+from megatron_kd.tools.planning.memory import (
     longest_sequence,
     micro_batches_in_flight,
     peak_bytes,
@@ -28,9 +28,9 @@ from megatron_kd.planning.memory import (
     rank_parameters,
     trained_parameters,
 )
-from megatron_kd.planning.model_shape import LayerShape, ModelShape
-from megatron_kd.planning.settings import Recompute, Settings
-from megatron_kd.planning.time_cost import step_time
+from megatron_kd.tools.planning.model_shape import LayerShape, ModelShape
+from megatron_kd.tools.planning.settings import Recompute, Settings
+from megatron_kd.tools.planning.time_cost import step_time
 
 H200 = 139 << 30
 SMALL = ModelShape(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_kd.planning import published
+from megatron_kd.tools.planning import published
 
 TOLERANCE = 0.10
 GIB = 1 << 30

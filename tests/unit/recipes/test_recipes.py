@@ -14,7 +14,7 @@ from published_models import MODELS
 
 from megatron_kd.cache import CacheWriter
 from megatron_kd.data.sequences import SequenceWriter
-from megatron_kd.planning.model_shape import shape_of_directory
+from megatron_kd.tools.planning.model_shape import shape_of_directory
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -6,7 +6,7 @@ from small_report import TEXT, VOCAB, llama, write_sequences
 from transformers import LlamaForCausalLM
 
 from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.report.held_out import held_out_scores
+from megatron_kd.tools.report.held_out import held_out_scores
 
 
 def expected(teacher, student, texts):

@@ -11,8 +11,8 @@ import yaml
 from small_report import TEXT, write_sequences
 
 from megatron_kd.cli import main
-from megatron_kd.report import study as study_module
-from megatron_kd.report.study import read_study, train
+from megatron_kd.tools.report import study as study_module
+from megatron_kd.tools.report.study import read_study, train
 from megatron_kd.typed_mapping import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 import transformers  # noqa: F401
 
-from megatron_kd.teacher import transformers_engine  # noqa: F401
-from megatron_kd.teacher.job import CaptureJob, capture
-from megatron_kd.teacher.worker import Worker
+from megatron_kd.teacher.capture.job import CaptureJob, capture
+from megatron_kd.teacher.capture.workers import Worker
 
 
 def start(jobs):

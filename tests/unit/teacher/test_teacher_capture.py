@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
 from megatron_kd.data.dataset import DistillDataset
-from megatron_kd.teacher.engine import EngineError
-from megatron_kd.teacher.fingerprint import tokenizer_of
-from megatron_kd.teacher.job import CaptureJob, capture
-from megatron_kd.teacher.worker import Worker
+from megatron_kd.models.fingerprint import tokenizer_of
+from megatron_kd.teacher.capture.job import CaptureJob, capture
+from megatron_kd.teacher.capture.workers import Worker
+from megatron_kd.teacher.engines.base import EngineError
 
 
 def test_rows_in_the_cache_are_the_teachers(data, teacher_dir, tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_a_rerun_makes_only_what_is_missing(data, teacher_dir, tmp_path, monkeyp
     def refuse(*args, **kwargs):
         raise AssertionError("the teacher was loaded for a complete cache")
 
-    monkeypatch.setattr("megatron_kd.teacher.transformers_engine._load", refuse)
+    monkeypatch.setattr("megatron_kd.teacher.engines.transformers._load", refuse)
     assert main(command(data, teacher_dir, two)) == 0
 
 

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
-from megatron_kd.teacher import http_client
-from megatron_kd.teacher.engine import EngineError, EngineUnavailable
-from megatron_kd.teacher.job import CaptureJob, capture, resume
-from megatron_kd.teacher.transformers_engine import TransformersEngine
-from megatron_kd.teacher.worker import Worker
+from megatron_kd.teacher.capture.job import CaptureJob, capture, resume
+from megatron_kd.teacher.capture.workers import Worker
+from megatron_kd.teacher.engines import http_client
+from megatron_kd.teacher.engines.base import EngineError, EngineUnavailable
+from megatron_kd.teacher.engines.transformers import TransformersEngine
 
 
 @pytest.mark.parametrize("what", ["nan", "infinity", "hidden"])

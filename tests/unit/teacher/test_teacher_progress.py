@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from megatron_kd.teacher import progress
-from megatron_kd.teacher.progress import CaptureProgress
+from megatron_kd.teacher.capture.command import progress
+from megatron_kd.teacher.capture.progress import CaptureProgress
 
 
 @pytest.mark.parametrize(

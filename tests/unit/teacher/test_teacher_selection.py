@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_kd.teacher.engine import EngineError, RowRequest
-from megatron_kd.teacher.selection import draws_of, largest, order_rows, select
+from megatron_kd.teacher.engines.base import EngineError, RowRequest
+from megatron_kd.teacher.engines.topk import draws_of, largest, order_rows, select
 
 
 def naive_largest(values, count):

@@ -8,12 +8,12 @@ from model_servers import ModelServer
 from tiny_teacher import VOCAB, documents
 from transformers import LlamaForCausalLM
 
-from megatron_kd.teacher import http_client
-from megatron_kd.teacher.engine import EngineError, EngineUnavailable, RowRequest
-from megatron_kd.teacher.http_client import HttpOptions
-from megatron_kd.teacher.sglang_engine import SglangEngine
-from megatron_kd.teacher.transformers_engine import TransformersEngine, TransformersOptions
-from megatron_kd.teacher.vllm_server_engine import VllmServerEngine
+from megatron_kd.teacher.engines import http_client
+from megatron_kd.teacher.engines.base import EngineError, EngineUnavailable, RowRequest
+from megatron_kd.teacher.engines.http_client import HttpOptions
+from megatron_kd.teacher.engines.sglang import SglangEngine
+from megatron_kd.teacher.engines.transformers import TransformersEngine, TransformersOptions
+from megatron_kd.teacher.engines.vllm_server import VllmServerEngine
 
 ENGINES = [VllmServerEngine, SglangEngine]
 REQUEST = RowRequest(topk=9, vocab_size=VOCAB)

@@ -4,8 +4,8 @@ import torch
 from tiny_teacher import VOCAB, documents, full_logprobs, write_teacher
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
-from megatron_kd.teacher.engine import Document, EngineError, RowRequest
-from megatron_kd.teacher.transformers_engine import (
+from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest
+from megatron_kd.teacher.engines.transformers import (
     TransformersEngine,
     TransformersOptions,
     batches,
@@ -133,7 +133,7 @@ def test_wider_vocabulary_than_the_teacher_is_refused(teacher_dir):
 def test_fingerprint_changes_with_a_weight_and_not_with_the_name(teacher_dir, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from megatron_kd.teacher.fingerprint import model_fingerprint
+    from megatron_kd.models.fingerprint import model_fingerprint
 
     write_teacher(tmp_path / "same")
     write_teacher(tmp_path / "other")

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_kd.teacher.engine import Document
+from megatron_kd.teacher.engines.base import Document
 
 VOCAB = 131
 

@@ -1,0 +1,156 @@
+"""Records as tokenised documents. m: tokens of one document.
+
+`wanted[j]` says whether predicting tokens[j] is trained; where a document begins, there is nothing
+before it to predict from, and only naive packing gives its first token a predecessor.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_kd.cache.format import sha256_json
+from megatron_kd.data.prepare.chat import ChatRules, ChatTokenizer
+from megatron_kd.data.prepare.records import Record
+
+_BATCH_RECORDS = 256
+_PROBE = "Naïve  test:\n\tx = 1234.5e-6  # 東京 — don't\r\n"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenised document."""
+
+    kind: str
+    """text, messages or tokens."""
+    tokens: np.ndarray
+    """[m] int32."""
+    wanted: np.ndarray
+    """[m] bool."""
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal for documents of equal tokens."""
+        return hashlib.blake2b(self.tokens.astype("<i4").tobytes(), digest_size=16).digest()
+
+
+class DocumentTokenizer:
+    """Turns records into documents.
+
+    Args:
+        tokenizer: A fast transformers tokenizer.
+        bos: Token put before each text; None adds none.
+        eos: Token put after each text; None adds none.
+        chat: How conversations are rendered.
+
+    Raises:
+        ValueError: `bos` or `eos` is no token of the vocabulary.
+    """
+
+    def __init__(self, tokenizer, *, bos: str | None, eos: str | None, chat: ChatRules):
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self._before = self._ids("bos", bos)
+        self._after = self._ids("eos", eos)
+        self._chat_rules = chat
+        self.chat: ChatTokenizer | None = None
+
+    def _ids(self, name: str, token: str | None) -> list[int]:
+        if token is None:
+            return []
+        number = self.tokenizer.convert_tokens_to_ids(token)
+        if number is None or self.tokenizer.convert_ids_to_tokens(number) != token:
+            raise ValueError(f"--{name} {token} is no token of this tokenizer")
+        return [number]
+
+    def documents(self, records: Iterable[Record], *, skip_invalid=None) -> Iterator[Document]:
+        """Documents in the order of their records.
+
+        Args:
+            records: What to tokenise; consumed in batches.
+            skip_invalid: Called with the message about each record that is left out; None stops at
+                the first one.
+
+        Raises:
+            ValueError: A record cannot become a document, and `skip_invalid` is None; or there are
+                conversations and the tokenizer cannot render them.
+        """
+        records = iter(records)
+        while batch := list(itertools.islice(records, _BATCH_RECORDS)):
+            texts = [r.values["text"] for r in batch if r.kind == "text" and _is_text(r)]
+            encoded = iter(self._encode_texts(texts))
+            if self.chat is None and any(record.kind == "messages" for record in batch):
+                # Outside the loop: a tokenizer that cannot chat is no fault of a record's.
+                self.chat = ChatTokenizer(self.tokenizer, self._chat_rules)
+            for record in batch:
+                try:
+                    yield self._document(record, encoded)
+                except ValueError as error:
+                    if skip_invalid is None:
+                        raise ValueError(f"{record.where}: {error}") from error
+                    skip_invalid(f"{record.where}: {error}")
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # Text that spells a control token stays text: otherwise a web page could end its document.
+        core = self.tokenizer.backend_tokenizer
+        earlier, core.encode_special_tokens = core.encode_special_tokens, True
+        try:
+            return [e.ids for e in core.encode_batch(texts, add_special_tokens=False)]
+        finally:
+            core.encode_special_tokens = earlier
+
+    def _document(self, record: Record, encoded: Iterator[list[int]]) -> Document:
+        if record.kind == "text":
+            if not _is_text(record):
+                raise ValueError(f"text must be a string, got {record.values['text']!r:.80}")
+            tokens = np.asarray([*self._before, *next(encoded), *self._after], np.int32)
+            return Document("text", tokens, np.ones(len(tokens), bool))
+        if record.kind == "messages":
+            values = record.values
+            tokens, wanted = self.chat.encode(values["messages"], values.get("tools"))
+            return Document("messages", tokens, wanted)
+        return self._given_tokens(record)
+
+    def _given_tokens(self, record: Record) -> Document:
+        tokens, mask = record.values["tokens"], record.values.get("loss_mask")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError("tokens must be a list of integers")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise ValueError(
+                f"tokens must lie from 0 to {self.vocab_size - 1}, the tokenizer's vocabulary; "
+                f"got {min(tokens)} to {max(tokens)}"
+            )
+        if mask is None:
+            mask = [1] * len(tokens)
+        if not isinstance(mask, list) or len(mask) != len(tokens) or not set(mask) <= {0, 1}:
+            raise ValueError("loss_mask must hold a 0 or 1 for each of the tokens")
+        return Document("tokens", np.asarray(tokens, np.int32), np.asarray(mask, bool))
+
+
+def _is_text(record: Record) -> bool:
+    return isinstance(record.values["text"], str)
+
+
+def default_bos(tokenizer) -> str | None:
+    """The begin token if the tokenizer puts one before text by itself."""
+    bos = tokenizer.bos_token_id
+    return (
+        tokenizer.bos_token if bos is not None and tokenizer("a").input_ids[:1] == [bos] else None
+    )
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """SHA-256 over the vocabulary, the special tokens and how a probe text is cut.
+
+    Independent of how the files are laid out, so a re-saved tokenizer keeps its hash.
+    """
+    return sha256_json(
+        {
+            "vocabulary": tokenizer.get_vocab(),
+            "special": sorted(map(str, tokenizer.all_special_tokens)),
+            "probe": tokenizer(_PROBE, add_special_tokens=True).input_ids,
+        }
+    )

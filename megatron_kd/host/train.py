@@ -1,0 +1,162 @@
+"""Run a distillation in Megatron-Bridge: from a checked configuration to a trained, exported
+student.
+"""
+
+import dataclasses
+import enum
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import yaml
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core.utils import unwrap_model
+
+from megatron_kd.config import DistillConfig
+from megatron_kd.host import checks as compatibility
+from megatron_kd.host import container as host_config
+from megatron_kd.host.callbacks import best_checkpoint as selection
+from megatron_kd.host.callbacks import profiling, sample_guard, stop_signals
+from megatron_kd.host.callbacks.first_evaluation import FirstEvaluation
+from megatron_kd.host.callbacks.metrics import RunMetrics
+from megatron_kd.host.cpu import backend as cpu_backend
+from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
+from megatron_kd.host.online import modelopt
+from megatron_kd.host.parameters import freezing as trainable
+from megatron_kd.host.parameters import lora as adapters
+from megatron_kd.host.step import distillation_loss as loss_seam
+from megatron_kd.host.step import hidden_states
+from megatron_kd.host.step.offline import OfflineStep
+from megatron_kd.host.versions import features as host_version
+from megatron_kd.host.versions import patches as host_patches
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(config: DistillConfig) -> ConfigContainer:
+    """The host configuration of a run, with every check that needs no process group.
+
+    Raises:
+        ConfigError: A key, type, value or combination is wrong.
+        ValueError: Cache, data, checkpoint and model do not fit together; the message names the
+            remedy.
+    """
+    host_version.check()
+    container = host_config.build_container(config)
+    profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
+    selection.check(config.selection, container)
+    compatibility.check(config, container)
+    adapters.check(config, container)
+    if config.mode == "online":
+        modelopt.check(config, container)
+    return container
+
+
+def run(config: DistillConfig, container: ConfigContainer) -> None:
+    """Train, evaluate, checkpoint, resume, export. Call it on every rank.
+
+    Args:
+        config: The whole run.
+        container: What `prepare` returned for it.
+    """
+    host_patches.apply()
+    sample_guard.set_report_directory(config.output_dir)
+    if int(os.environ.get("RANK", "0")) == 0:
+        save_resolved(config, container)
+        compatibility.record_identity(config, container)
+    metrics = RunMetrics(config.output_dir, container.model.seq_length, progress=config.progress)
+    callbacks = [metrics, stop_signals.StopOnSignal().listen()]
+    if config.export.hf_path:
+        callbacks.append(Export(config.student.hf_path, config.export.hf_path))
+    if config.student.train_only:
+        hook = partial(trainable.train_only, patterns=config.student.train_only)
+        container.model.register_pre_wrap_hook(hook)
+    if config.student.lora is not None:
+        container.model.register_pre_wrap_hook(partial(adapters.add, config=config.student.lora))
+    weights = hidden_states.Weights(config.hidden_states)
+    if config.hidden_states.balance:
+        callbacks.append(hidden_states.BalanceWeights(weights, config.output_dir))
+    if config.mode == "online":
+        step = modelopt.set_up(config, container, weights)
+    else:
+        width = container.dataset.open("train").manifest.get("hidden_size")
+        teacher_width = width if config.hidden_states.pairs else None
+        loss_seam.register(container.model, config.loss, weights, teacher_width)
+        step = OfflineStep()
+    metrics.data_wait = step.data_wait
+    callbacks.append(FirstEvaluation(step, metrics))
+    if config.selection.keep_best:
+        callbacks.append(selection.SelectBest(config.selection, config.output_dir))
+    callbacks += profiling.callbacks(config.profile, config.output_dir)
+    pretrain(container, step, callbacks=callbacks)
+
+
+def resolved(config: DistillConfig, container: ConfigContainer) -> dict:
+    """The fully resolved configuration as plain values: ours, and the host's under `bridge`."""
+    ours = dataclasses.asdict(config)
+    return ours | {"bridge": _plain(container)}
+
+
+def save_resolved(config: DistillConfig, container: ConfigContainer) -> Path:
+    """Write the resolved configuration beside the checkpoints, by rename."""
+    path = Path(config.output_dir) / RESOLVED_CONFIG
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(resolved(config, container), sort_keys=False))
+    os.replace(temporary, path)
+    return path
+
+
+class Export(Callback):
+    """Write the trained student as a Hugging Face directory when training ends."""
+
+    def __init__(self, student_path: str, hf_path: str):
+        self.student_path = student_path
+        self.hf_path = Path(hf_path)
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        from megatron.bridge import AutoBridge
+
+        bridge = AutoBridge.from_hf_pretrained(self.student_path)
+        with student_alone(context.model):
+            save_hugging_face(bridge, context.model, self.student_path, self.hf_path)
+
+
+@contextmanager
+def student_alone(model: list) -> Iterator[None]:
+    """Hide what a run keeps inside the student's model: the host's converter to Hugging Face stops
+    at a module that it does not map.
+    """
+    with ExitStack() as stack:
+        for chunk in map(unwrap_model, model):
+            if hasattr(chunk, "hide_teacher_model"):
+                stack.enter_context(chunk.hide_teacher_model())
+            projection = chunk._modules.pop(hidden_states.PROJECTION, None)
+            if projection is not None:
+                stack.callback(chunk.add_module, hidden_states.PROJECTION, projection)
+        yield
+
+
+def _plain(value):
+    """Dataclasses, enums, dtypes, functions and paths as YAML can hold them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
+        return {name: _plain(getattr(value, name)) for name in fields if hasattr(value, name)}
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, enum.IntEnum):
+        return int(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)

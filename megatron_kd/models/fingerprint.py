@@ -1,0 +1,101 @@
+"""What names a teacher: hashes over its configuration and over the bytes of its weights."""
+
+import functools
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from megatron_kd.teacher.engines.base import EngineError
+
+_READ_BYTES = 8 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Not part of what a model computes, and rewritten by tools that only load and save it.
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def model_directory(teacher: str | os.PathLike) -> Path:
+    """The folder of a local Hugging Face model.
+
+    Raises:
+        EngineError: it is not one.
+    """
+    path = Path(teacher)
+    if not (path / "config.json").is_file():
+        raise EngineError(
+            f"{teacher} is not a Hugging Face model directory (no config.json); only local "
+            "directories are read"
+        )
+    return path
+
+
+def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
+    """Hashes of a Hugging Face model directory: {"name", "config_sha256", "weights_xxh3_128"}.
+
+    The weights' hash runs over name, size and content of each weight file in order of name;
+    config.json is hashed without the keys that say nothing about the model.
+
+    Raises:
+        EngineError: there are no weight files.
+    """
+    path = Path(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key in _IGNORED_CONFIG_KEYS:
+        config.pop(key, None)
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    files = sorted(f for f in path.iterdir() if f.suffix in _WEIGHT_SUFFIXES and f.is_file())
+    if any(f.suffix == ".safetensors" for f in files):  # a .bin twin beside them is not read
+        files = [f for f in files if f.suffix == ".safetensors"]
+    if not files:
+        raise EngineError(f"{path} holds no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
+    with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash lets go of the GIL
+        digests = list(pool.map(_file_digest, files, (f.stat().st_mtime_ns for f in files)))
+    whole = xxhash.xxh3_128()
+    for file, digest in zip(files, digests, strict=True):
+        whole.update(f"{file.name} {file.stat().st_size} {digest}\n".encode())
+    return {
+        "name": path.resolve().name,
+        "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
+        "weights_xxh3_128": whole.hexdigest(),
+    }
+
+
+def has_tokenizer(path: str | os.PathLike) -> bool:
+    """Whether a model directory holds a tokenizer's files."""
+    return any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def tokenizer_of(path: str | os.PathLike) -> str | None:
+    """The hash of a model directory's tokenizer; None where it holds none."""
+    from transformers import AutoTokenizer
+
+    from megatron_kd.data.prepare.documents import tokenizer_hash
+
+    if not has_tokenizer(path):
+        return None
+    return tokenizer_hash(AutoTokenizer.from_pretrained(path, use_fast=True))
+
+
+def licence_of(path: str | os.PathLike) -> str | None:
+    """The licence that a model directory's card states; None where it says nothing."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = Path(path) / "README.md"
+    if not card.is_file():
+        return None
+    metadata = metadata_load(card) or {}
+    value = metadata.get("license_name") or metadata.get("license")
+    return str(value) if value else None
+
+
+@functools.lru_cache(maxsize=4096)  # the splits of one capture share a teacher
+def _file_digest(path: Path, mtime_ns: int) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,144 @@
+"""What a capture was asked to do, and what that comes to: the shards' plan and what all of them
+share."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheSpec
+from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, plan_shards
+from megatron_kd.data.sequences import SequenceReader
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, Teacher, engine_class
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureJob:
+    """A capture of one split, as plain values: they travel in the cache's manifest so that it can
+    be repaired."""
+
+    data: str
+    """Folder of the split's prepared sequences."""
+    teacher: str
+    """Model directory, or the model's name at its server."""
+    engine: str = "transformers"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own options that were given."""
+    topk: int = 100
+    top_p: float = 1.0
+    sampling: str = "topk"
+    seed: int = 1234
+    temperatures: tuple[float, ...] = ()
+    hidden_dtype: str | None = None
+    """None keeps no hidden states."""
+    codec: str = "compact"
+    shard_positions: int = DEFAULT_SHARD_POSITIONS
+    vocab_size: int | None = None
+    """None takes the tokenizer's, from the data."""
+    licence: str | None = None
+    """None takes what the teacher's model card says."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+
+    def engine_options(self) -> Any:
+        """The engine's options object.
+
+        Raises:
+            EngineError: an option is not one of this engine's, or its value is refused.
+        """
+        kind = engine_class(self.engine).Options
+        known = {f.name for f in fields(kind)}
+        unknown = sorted(set(self.options) - known)
+        if unknown:
+            raise EngineError(
+                f"{', '.join(unknown)}: not an option of the {self.engine} engine, which has "
+                f"{', '.join(sorted(known))}"
+            )
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job with everything resolved that does not need the teacher loaded."""
+
+    job: CaptureJob
+    reader: SequenceReader
+    options: Any
+    described: Teacher
+    request: RowRequest
+    spec: CacheSpec
+    plan: np.ndarray  # [shards + 1] int64, shard i holds samples plan[i] to plan[i + 1]
+    positions: np.ndarray  # [samples] int64
+
+
+def resolve(job: CaptureJob) -> Setting:
+    """Checks a job against its data and its teacher, without loading the teacher.
+
+    Raises:
+        ValueError: They do not go together; the message says what to change.
+        OSError: The teacher's server does not answer.
+    """
+    reader = SequenceReader(job.data)
+    data = reader.manifest
+    options = job.engine_options()
+    engine = engine_class(job.engine)
+    described = engine.describe(job.teacher, options)
+    vocab_size = job.vocab_size or data["vocab_size"]
+    if described.output_rows is not None and described.output_rows < vocab_size:
+        raise EngineError(
+            f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
+            f"size {vocab_size}: this is not the teacher the data was tokenised for"
+        )
+    if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
+        raise EngineError(
+            f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
+            f"its ids mean other tokens; prepare the data with --tokenizer {job.teacher}, or take "
+            "the teacher of that tokenizer"
+        )
+    if job.hidden_dtype and described.hidden_size is None:
+        raise EngineError(
+            f"the {job.engine} engine returns no hidden states; use the transformers engine or "
+            "leave out --hidden-dtype"
+        )
+    if (data["seq_length"] + 1) * job.topk > MAX_SAMPLE_SLOTS:
+        raise EngineError(
+            f"sequences of {data['seq_length'] + 1} tokens with {job.topk} candidates exceed the "
+            f"{MAX_SAMPLE_SLOTS} slots a sample may have; lower --topk, or prepare shorter ones"
+        )
+    request = RowRequest(
+        topk=job.topk,
+        vocab_size=vocab_size,
+        top_p=job.top_p,
+        sampling=job.sampling,
+        seed=job.seed,
+        temperatures=job.temperatures,
+        hidden=job.hidden_dtype is not None,
+    )
+    sampling: Any = job.sampling
+    if job.sampling == "random":
+        sampling = {"method": "random", "draws": job.topk, "seed": job.seed}
+    elif job.top_p < 1.0:
+        sampling = {"method": "topk", "top_p": job.top_p}
+    shaping = {k: v for k, v in asdict(options).items() if k in ("dtype", "batch_tokens")}
+    spec = CacheSpec(
+        vocab_size=vocab_size,
+        topk=job.topk,
+        teacher=described.fingerprint,
+        tokenizer=data["tokenizer"],
+        codec=job.codec,
+        engine={"name": job.engine, "version": described.version},
+        sampling=sampling,
+        template=data.get("template"),
+        packing=data["packing"],
+        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
+        temperatures=job.temperatures,
+        hidden_size=described.hidden_size if job.hidden_dtype else 0,
+        hidden_dtype=job.hidden_dtype or "float16",
+        licence=job.licence or described.licence,
+        parameters={"shard_positions": job.shard_positions, **shaping},
+    )
+    positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
+    plan = plan_shards(positions, job.shard_positions)
+    return Setting(job, reader, options, described, request, spec, plan, positions)

@@ -1,0 +1,125 @@
+"""Rows from engines that list candidates per prompt position: checks, and exactly the K largest of
+what came.
+
+Such an engine's list at prompt position t + 1 is the distribution of tokens[t + 1] given tokens[0
+.. t]: row t.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows
+from megatron_kd.teacher.engines.topk import order_rows
+
+# Beyond its rows a prompt takes a token after the last one, and the server one to generate.
+PROMPT_EXTRA_TOKENS = 2
+
+
+def refuse_unlisted(request: RowRequest, engine: str) -> None:
+    """Refuses what candidate lists cannot give.
+
+    Raises:
+        EngineError: the request asks for draws, normalisers or hidden states.
+    """
+    if request.sampling != "topk":
+        raise EngineError(
+            f"the {engine} engine returns the largest candidates only; sampling {request.sampling} "
+            "needs the transformers or megatron engine"
+        )
+    if request.temperatures or request.hidden:
+        raise EngineError(
+            f"the {engine} engine reports neither normalisers at other temperatures nor hidden "
+            "states; use the transformers or megatron engine, or leave out --temperatures and "
+            "--hidden-dtype"
+        )
+
+
+def prompt_of(document: Document) -> list[int]:
+    """Token ids to send so that every asked row has a prompt position after it.
+
+    A row at the document's end has none: id 0 is put there. Row t depends on tokens[0 .. t] alone,
+    so it changes nothing.
+    """
+    tokens = document.tokens[: document.run_tokens + 1].tolist()
+    if len(tokens) == document.run_tokens:
+        tokens.append(0)
+    return tokens
+
+
+def rows_from_lists(
+    lists: Sequence[tuple[np.ndarray, np.ndarray] | None],
+    document: Document,
+    request: RowRequest,
+    engine: str,
+    *,
+    prompt: list[int] | None = None,
+) -> Rows:
+    """Rows of a document from one (ids, logprobs) pair per prompt position.
+
+    Pairs may hold more than K entries, in any order, with the prompt's own token listed twice.
+
+    Args:
+        prompt: Given where the engine lists the prompt's own token at each position: then rows of
+            another position, or of another prompt, are found out.
+
+    Raises:
+        EngineError: a position is missing, short of K, holds padding ids, is no distribution, or is
+            not the prompt's.
+    """
+    wanted = min(request.topk, request.vocab_size)
+    ids = np.empty((len(document.rows), wanted), np.int32)
+    logprobs = np.empty((len(document.rows), wanted), np.float32)
+    for line, row in enumerate(document.rows):
+        entry = lists[row + 1] if row + 1 < len(lists) else None
+        if entry is None or not len(entry[0]):
+            raise EngineError(
+                f"{engine} returned no candidates for prompt position {row + 1} of {len(lists)}: "
+                "prompt log-probabilities are lost where a server reuses cached prefixes; turn "
+                "its prefix caching off"
+            )
+        if prompt is not None and prompt[row + 1] not in entry[0]:
+            raise EngineError(
+                f"{engine} did not list the prompt's own token {prompt[row + 1]} at position "
+                f"{row + 1}, as it always does: these are not that position's candidates"
+            )
+        distinct, first = np.unique(entry[0], return_index=True)
+        values = np.asarray(entry[1], np.float32)[first]
+        _check(distinct, values, wanted, row, request, engine)
+        ids[line], logprobs[line] = (
+            part[0] for part in order_rows(distinct[None], values[None], wanted)
+        )
+    if request.top_p < 1.0:
+        mass = np.exp(logprobs.astype(np.float64))
+        cut = mass.cumsum(-1) - mass >= request.top_p
+        ids[cut], logprobs[cut] = -1, -np.inf
+    unused = np.isneginf(logprobs)
+    ids[unused] = -1
+    return Rows(ids, logprobs)
+
+
+def _check(
+    ids: np.ndarray, values: np.ndarray, wanted: int, row: int, request: RowRequest, engine: str
+) -> None:
+    where = f"{engine}, prompt position {row + 1}"
+    if len(ids) < wanted:
+        raise EngineError(
+            f"{where}: {len(ids)} candidates came for {wanted} asked; raise the server's limit "
+            f"(vLLM: --max-logprobs {wanted}) or lower --topk"
+        )
+    if ids[0] < 0 or ids[-1] >= request.vocab_size:
+        bad = int(ids[0] if ids[0] < 0 else ids[-1])
+        raise EngineError(
+            f"{where}: id {bad} lies outside the vocabulary of {request.vocab_size}. A server "
+            "cannot mask the padding rows of its teacher's output layer: capture this teacher "
+            "with the transformers engine"
+        )
+    if np.isnan(values).any() or values.max() > 1e-3:
+        raise EngineError(
+            f"{where}: not log-probabilities (largest {values.max():.4g}, expected at most 0)"
+        )
+    if np.exp(values.astype(np.float64)).sum() > 1.01:
+        raise EngineError(
+            f"{where}: the candidates' probabilities add up to more than one; the server must "
+            "report log-probabilities at temperature 1 (vLLM: --logprobs-mode raw_logprobs)"
+        )

@@ -1,0 +1,156 @@
+"""The teacher behind SGLang's native server: input log-probabilities over /generate.
+
+Prompts go as token ids, and candidates come back as ids: base64 arrays where the server knows how
+to send them, nested lists from older ones. SGLang's entry for prompt position t + 1 is row t; the
+first position has none.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows, Teacher
+from megatron_kd.teacher.engines.http_client import (
+    HttpOptions,
+    TeacherClient,
+    run_once,
+    stream_rows,
+)
+from megatron_kd.teacher.engines.listed_rows import prompt_of, refuse_unlisted, rows_from_lists
+
+
+class SglangEngine:
+    """Any number of equal SGLang servers; see TeacherEngine for the interface."""
+
+    Options = HttpOptions
+
+    @classmethod
+    def describe(cls, teacher: str, options: HttpOptions) -> Teacher:
+        async def ask_each(client: TeacherClient) -> list[tuple[str, dict[str, str]]]:
+            return [await _identity(client, server, teacher) for server in options.server]
+
+        found = run_once(options, ask_each)
+        for server, other in zip(options.server, found, strict=True):
+            if other != found[0]:
+                raise EngineError(
+                    f"{server} serves {other}, {options.server[0]} serves {found[0]}; all servers "
+                    "of a capture must serve the same teacher"
+                )
+        version, fingerprint = found[0]
+        return Teacher(version=f"sglang {version} (server)", fingerprint=fingerprint)
+
+    def __init__(self, teacher: str, request: RowRequest, options: HttpOptions):
+        refuse_unlisted(request, "sglang")
+        self.request = request
+        self.options = options
+
+    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+        return stream_rows(self.options, documents, self._rows)
+
+    def close(self) -> None:
+        """Nothing is held between streams."""
+
+    async def _rows(self, client: TeacherClient, document: Document) -> Rows:
+        prompt = prompt_of(document)
+        answer = await client.ask(
+            "/generate",
+            {
+                "input_ids": prompt,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,  # its default returns output positions only
+                "top_logprobs_num": self.request.topk,
+                "return_text_in_logprobs": False,
+                # Servers that do not know these two ignore them and send nested lists.
+                "return_flat_raw_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+                "stream": False,
+            },
+        )
+        return rows_from_lists(parse_generate(answer, prompt), document, self.request, "SGLang")
+
+
+async def _identity(client: TeacherClient, server: str, teacher: str) -> tuple[str, dict[str, str]]:
+    """(version, what names the model) of one server; refuses a server of another model."""
+    try:
+        model, info = await client.ask("/model_info", server=server), "/server_info"
+    except EngineError:  # the names before 0.5.5
+        model, info = await client.ask("/get_model_info", server=server), "/get_server_info"
+    details = await client.ask(info, server=server)
+    path = model.get("model_path")
+    if not isinstance(path, str):
+        raise EngineError(f"{server} names no model_path; is it a SGLang server?")
+    served = str(model.get("served_model_name") or details.get("served_model_name") or path)
+    if teacher not in (path, served):
+        raise EngineError(
+            f"{server} does not serve {teacher!r} but {served} ({path}); give that as --teacher"
+        )
+    weights = str(model.get("weight_version") or "")
+    return str(details.get("version")), {"name": served, "path": path, "weights": weights}
+
+
+def parse_generate(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """(ids, logprobs) per prompt position from an answer of /generate; None at position 0.
+
+    Raises:
+        EngineError: the answer is not one to this prompt, or not of the expected form.
+    """
+    meta = answer.get("meta_info")
+    if not isinstance(meta, dict):
+        raise EngineError("SGLang's answer has no meta_info; is it a SGLang server?")
+    count = meta.get("prompt_tokens")
+    if count is not None and count != len(prompt):
+        raise EngineError(f"SGLang read {count} prompt tokens where {len(prompt)} were sent")
+    try:
+        if "input_top_logprobs_val_flat_b64" in meta:
+            lists = _flat(meta, _decoded(meta, "val", "<f4"), _decoded(meta, "idx", "<i4"))
+        elif "input_top_logprobs_val_flat" in meta:
+            values = np.asarray(meta["input_top_logprobs_val_flat"], np.float32)
+            lists = _flat(meta, values, np.asarray(meta["input_top_logprobs_idx_flat"], np.int64))
+        elif isinstance(meta.get("input_top_logprobs"), list):
+            lists = [_nested(position) for position in meta["input_top_logprobs"]]
+        else:
+            raise EngineError(
+                "SGLang's answer has no input_top_logprobs; it must be asked with "
+                "logprob_start_len 0 by a client that its server lets see log-probabilities"
+            )
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise EngineError(f"SGLang's input log-probabilities are malformed: {error!r}") from error
+    if len(lists) != len(prompt):
+        raise EngineError(
+            f"SGLang returned log-probabilities for {len(lists)} positions of a prompt of "
+            f"{len(prompt)} tokens; a cached prefix loses them: start the server with "
+            "--disable-radix-cache"
+        )
+    return lists
+
+
+def _decoded(meta: dict, name: str, dtype: str) -> np.ndarray:
+    key = f"input_top_logprobs_{name}_flat_b64"
+    sent = np.dtype(meta.get(f"{key}_dtype", dtype)).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(meta[key], validate=True), sent)
+
+
+def _flat(meta: dict, values: np.ndarray, ids: np.ndarray) -> list:
+    rows, width = meta["input_top_logprobs_shape"]
+    empty = meta["input_top_logprobs_null_prefix"]
+    if values.size != rows * width or ids.size != rows * width:
+        raise EngineError(
+            f"SGLang's flat arrays hold {values.size} values and {ids.size} ids where their shape "
+            f"says {rows} × {width}"
+        )
+    pairs = zip(ids.reshape(rows, width).astype(np.int64), values.reshape(rows, width), strict=True)
+    return [None] * empty + list(pairs)
+
+
+def _nested(position: list | None) -> tuple[np.ndarray, np.ndarray] | None:
+    if position is None:
+        return None
+    return (
+        np.array([entry[1] for entry in position], np.int64),
+        np.array([entry[0] for entry in position], np.float32),
+    )

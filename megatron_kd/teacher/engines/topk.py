@@ -1,0 +1,142 @@
+"""From a chunk of logits to what is kept of it: the K largest, or K draws.
+
+Letters: r rows, V vocabulary, K kept candidates.
+"""
+
+import numpy as np
+import torch
+import xxhash
+
+from megatron_kd.teacher.engines.base import EngineError, RowRequest
+
+
+def select(
+    logits: torch.Tensor, request: RowRequest, uniforms: np.ndarray | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]:
+    """Keeps what `request` asks of each row of logits.
+
+    Args:
+        logits: [r, ≥ vocab_size] of any float dtype; columns from vocab_size on are padding and
+            ignored.
+        uniforms: [r, K] float64 in [0, 1), needed with sampling "random": one number per draw.
+
+    Returns:
+        ids [r, K] int32 and log-probabilities [r, K] fp32 (nats, whole-vocabulary normaliser),
+        falling, ties by rising id, -1 and -inf in unused slots; and per temperature τ the
+        normaliser log Σ_v exp(log p_v / τ), [r] fp32.
+
+    Raises:
+        EngineError: the logits are narrower than vocab_size, or hold NaN.
+    """
+    if logits.shape[-1] < request.vocab_size:
+        raise EngineError(
+            f"the teacher has {logits.shape[-1]} output rows, fewer than the vocabulary size "
+            f"{request.vocab_size}: this is not the teacher the data was tokenised for"
+        )
+    logprobs = logits[:, : request.vocab_size].float().log_softmax(-1)  # [r, V]
+    if bool(torch.isnan(logprobs).any()):
+        raise EngineError(
+            "the teacher's logits hold NaN or infinity: a dtype it was not trained in (try "
+            "--dtype bfloat16 or float32), or damaged weights"
+        )
+    log_z = {tau: torch.logsumexp(logprobs / tau, -1) for tau in request.temperatures}
+    if request.sampling == "random":
+        ids, kept = _draw(logprobs, request.topk, uniforms)
+    else:
+        ids = largest(logprobs, request.topk)
+        kept = logprobs.gather(-1, ids)
+        kept = cut_mass(kept, request.top_p)
+    unused = kept == -torch.inf
+    return ids.masked_fill(unused, -1).int(), kept, log_z
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` largest values of each row, falling, ties by smaller id. [r, V] → [r,
+    count] int64.
+
+    torch.topk leaves it open which of several equal values it takes, and in bf16 the last place is
+    often shared.
+    """
+    width = values.shape[-1]
+    top = values.topk(min(count + 1, width), dim=-1)
+    ids = top.indices[:, :count]
+    if count < width:
+        last = top.values[:, count - 1 : count]
+        shared = (top.values[:, count:] == last).squeeze(-1)
+        if bool(shared.any()):
+            rows, last = values[shared], last[shared]
+            above, equal = rows > last, rows == last
+            room = count - above.sum(-1, keepdim=True)
+            keep = above | (equal & (equal.cumsum(-1) <= room))
+            ids = ids.clone()
+            ids[shared] = keep.nonzero()[:, 1].view(-1, count)
+    ids = ids.sort(-1).values
+    order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
+
+
+def cut_mass(kept: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Falling log-probabilities [r, K] with those after the one that reaches top_p set to -inf."""
+    if top_p >= 1.0:
+        return kept
+    mass = kept.double().exp()
+    return kept.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)
+
+
+def merge_draws(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws to distinct ids and the logarithms of their shares, falling; empty slots have -inf and
+    id 0.
+
+    Args:
+        ids: [r, count] int64, ids drawn with replacement.
+    """
+    ids = ids.sort(-1).values
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    slot = first.long().cumsum(-1) - 1
+    weights = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    weights.scatter_add_(-1, slot, torch.ones_like(weights))
+    merged = torch.zeros_like(ids).scatter_(-1, slot, ids)
+    kept = (weights / count).log()  # an empty slot: log 0 = -inf
+    order = kept.sort(dim=-1, descending=True, stable=True).indices
+    return merged.gather(-1, order), kept.gather(-1, order)
+
+
+def order_rows(ids: np.ndarray, logprobs: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first K of candidate lists by falling log-probability, ties by smaller id; for engines
+    that send lists.
+
+    Args:
+        ids: [r, ≥ K] integers, distinct along the row, -1 in unused slots.
+        logprobs: [r, ≥ K] fp32, -inf in unused slots.
+
+    Returns:
+        [r, K] int32 and [r, K] fp32.
+    """
+    order = np.lexsort((ids, -logprobs), axis=-1)[:, :topk]
+    return (
+        np.take_along_axis(ids, order, -1).astype(np.int32),
+        np.take_along_axis(logprobs, order, -1).astype(np.float32),
+    )
+
+
+def draws_of(tokens: np.ndarray, rows: np.ndarray, request: RowRequest) -> np.ndarray | None:
+    """[r, K] float64 in [0, 1), the same for the same document and seed; None where nothing is
+    drawn."""
+    if request.sampling != "random":
+        return None
+    key = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, "<i4").tobytes())
+    generator = np.random.Generator(np.random.Philox(key=[key, request.seed]))
+    # One line of numbers per token, so that a row's draws do not depend on which other rows are
+    # asked.
+    return generator.random((int(rows[-1]) + 1, request.topk))[rows]
+
+
+def _draw(
+    logprobs: torch.Tensor, count: int, uniforms: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` draws with replacement from each row, by inverting its distribution function."""
+    cumulative = logprobs.double().exp().cumsum(-1)  # [r, V]
+    points = torch.from_numpy(uniforms).to(logprobs.device) * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, points, right=True).clamp_(max=logprobs.shape[-1] - 1)
+    return merge_draws(ids, count)

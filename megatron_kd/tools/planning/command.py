@@ -1,0 +1,198 @@
+"""Plan a recipe before running it: memory per rank, longest sequences, time, cache size.
+
+Reads the recipe and the models' config.json; needs neither weights nor a GPU. Example:
+  megatron-kd plan recipes/quickstart.yaml bridge.model.seq_length=8192 --gpu h200
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from megatron_kd.config import DistillConfig, from_recipe
+from megatron_kd.tools.planning import published, report
+from megatron_kd.tools.planning.figure import draw
+from megatron_kd.tools.planning.gpus import GPUS, gpu
+from megatron_kd.tools.planning.memory import ONLINE
+from megatron_kd.tools.planning.model_shape import ModelShape, shape_of_directory
+from megatron_kd.tools.planning.settings import from_config, split_manifest
+from megatron_kd.tools.planning.time_cost import (
+    EFFICIENCY,
+    cache_bytes_per_position,
+    capture_seconds,
+)
+
+LINE_WIDTH = 140  # of output that goes to no terminal
+SPLITS = ("train", "validation")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="the YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a run")
+    parser.add_argument("--gpu", default="h200", help=f"{', '.join(GPUS)} (default h200)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="GPUs (default: one model replica)")
+    parser.add_argument(
+        "--teacher", metavar="DIR", help="Hugging Face directory (default: teacher.hf_path)"
+    )
+    parser.add_argument("--topk", type=int, metavar="K", help="default: the cache's, or 100")
+    parser.add_argument("--codec", default="compact", help="compact or fp16 (default compact)")
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        default=EFFICIENCY,
+        help="share of the GPU's peak (default 0.45)",
+    )
+    parser.add_argument("--png", metavar="FILE", help="also draw the memory as stacked bars")
+    parser.add_argument(
+        "--published", action="store_true", help="with --png: draw the published runs instead"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    plan, config = make_plan(args)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=LINE_WIDTH)
+    _print_models(console, plan)
+    console.print(report.by_implementation(plan))
+    if plan.settings.pipeline_parallel > 1:
+        console.print(report.by_stage(plan))
+    console.print(report.by_recompute(plan))
+    for line in data_lines(plan, config, args):
+        console.print(line, highlight=False)
+    shapes = published.shapes()
+    console.print(report.beside_published(*shapes))
+    console.print("[bold]Assumptions[/bold]")
+    for line in report.assumptions(plan):
+        console.print(f"  • {line}", highlight=False)
+    if args.png:
+        _draw_published(args.png, shapes) if args.published else _draw_plan(args, plan)
+        console.print(f"figure: {args.png}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> tuple[report.Plan, DistillConfig]:
+    for name in ("ranks", "topk"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be 1 or more, not {value}")
+    if not 0 < args.efficiency <= 1:
+        raise ValueError(f"--efficiency must lie in (0, 1], not {args.efficiency}")
+    if args.published and not args.png:
+        raise ValueError("--published says what to draw; give --png FILE too")
+    chosen = gpu(args.gpu)
+    config = from_recipe(args.recipe, args.overrides)
+    student = shape_of_directory(config.student.hf_path, "student")
+    directory = args.teacher or config.teacher.hf_path
+    teacher = shape_of_directory(directory, "teacher") if directory else None
+    settings = from_config(config, student, ranks=args.ranks, topk=args.topk)
+    plan = report.Plan(student, teacher, settings, chosen, args.efficiency)
+    # Fails here, with its reason, if layers or the codec do not fit.
+    plan.stages(plan.impl)
+    cache_bytes_per_position(student.vocab_size, settings.topk, args.codec)
+    return plan, config
+
+
+@dataclass(frozen=True)
+class DataSize:
+    samples: int
+    positions: int
+    """Supervised ones, which the cache has rows for."""
+
+    source: str
+
+
+def data_size(plan: report.Plan, config: DistillConfig) -> DataSize:
+    """Of the prepared data or cache where it is there; else the most that training would read."""
+    length = plan.settings.sequence_length
+    found = [m for split in SPLITS if (m := split_manifest(config, split)) is not None]
+    if found:
+        samples = sum(m["samples"] for m in found)
+        positions = sum(m.get("positions", m.get("supervised_tokens", 0)) for m in found)
+        return DataSize(samples, positions, "the data on disk")
+    samples = plan.settings.train_iters * plan.settings.global_batch
+    return DataSize(samples, samples * length, "train_iters × global_batch_size, all supervised")
+
+
+def data_lines(plan: report.Plan, config: DistillConfig, args) -> list[str]:
+    size, settings = data_size(plan, config), plan.settings
+    tokens = size.samples * settings.sequence_length
+    each = cache_bytes_per_position(plan.student.vocab_size, settings.topk, args.codec)
+    step = plan.step(plan.impl)
+    lines = [
+        f"[bold]Training:[/bold] {step.total_s:.3g} s per step, "
+        f"{settings.sequence_length * settings.global_batch / step.total_s:,.0f} tokens/s, "
+        f"{step.model_flops / step.total_s / settings.ranks / 1e12:.0f} model TFLOP/s per GPU; "
+        f"{settings.train_iters} steps take {_duration(step.total_s * settings.train_iters)}",
+        f"[bold]Data:[/bold] {size.samples:,} sequences, {tokens:,} tokens ({size.source})",
+        f"[bold]Cache:[/bold] {size.positions:,} rows × {each:.0f} bytes (top {settings.topk} of "
+        f"{plan.student.vocab_size:,}, {args.codec}) = {_size(size.positions * each)}",
+    ]
+    if plan.teacher is None:
+        lines.append("[bold]Capture:[/bold] give --teacher DIR to have its cost, and online losses")
+    else:
+        seconds = capture_seconds(
+            plan.teacher, tokens, settings.sequence_length, plan.gpu, plan.efficiency
+        )
+        lines.append(
+            f"[bold]Capture:[/bold] {_duration(seconds)} of one {plan.gpu.name} "
+            f"({plan.teacher.parameters / 1e9:.2f}B teacher, one forward pass)"
+        )
+    return lines
+
+
+def _print_models(console: Console, plan: report.Plan) -> None:
+    for role, shape in (("student", plan.student), ("teacher", plan.teacher)):
+        if shape is not None:
+            console.print(
+                f"[bold]{role}[/bold] {shape.name}: {shape.parameters / 1e9:.3f}B parameters, "
+                f"{len(shape.layers)} layers, hidden {shape.hidden_size}, vocabulary "
+                f"{shape.vocab_size}" + (f", {shape.experts} experts" if shape.experts else ""),
+                highlight=False,
+            )
+
+
+def _draw_plan(args, plan: report.Plan) -> None:
+    bars = {impl: plan.fullest(impl) for impl in plan.impls}
+    order = [impl for impl in ONLINE if impl in bars] + [x for x in bars if x not in ONLINE]
+    settings = plan.settings
+    draw(
+        {impl.replace("_", "\n", 1): bars[impl] for impl in order},
+        title=f"{plan.student.name}, {settings.sequence_length} tokens × {settings.micro_batch}, "
+        f"recompute {settings.recompute.mode}",
+        limit_gib=plan.gpu.memory_gib,
+        limit_name=plan.gpu.name,
+        path=args.png,
+    )
+
+
+def _draw_published(path: str, shapes: tuple[ModelShape, ModelShape]) -> None:
+    bars, peaks = {}, {}
+    for point in published.POINTS:
+        name = point.label.split(" (")[0].replace("-", "-\n")
+        name += f"\n{point.sequence_length // 1024}K, recompute {point.recompute}"
+        bars[name] = published.estimate(point, *shapes)
+        peaks[name] = point.published_gib
+    draw(
+        bars,
+        title="Estimates and published peaks: 3.23B student of Llama-3.1-8B",
+        limit_gib=published.SOURCE_GPU.memory_gib,
+        limit_name=published.SOURCE_GPU.name,
+        path=path,
+        published_gib=peaks,
+    )
+
+
+def _duration(seconds: float) -> str:
+    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / divisor:.3g} {unit}"
+    return f"{seconds / 86400:.3g} days"
+
+
+def _size(count_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count_bytes < 1000:
+            return f"{count_bytes:.3g} {unit}"
+        count_bytes /= 1000
+    return f"{count_bytes:.3g} TB"

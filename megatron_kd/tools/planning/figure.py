@@ -1,0 +1,76 @@
+"""Peak memory by component as stacked bars, one per implementation of the loss."""
+
+import os
+
+from matplotlib.figure import Figure
+
+from megatron_kd.tools.planning.memory import COMPONENTS, StageMemory
+
+INK = "#1f2937"
+COLOURS = {
+    "weights": "#1e3a8a",
+    "gradients": "#2563eb",
+    "optimiser": "#93c5fd",
+    "teacher": "#7c3aed",
+    "activations": "#059669",
+    "logits": "#f59e0b",
+    "loss": "#dc2626",
+    "backward": "#a7f3d0",
+    "cache buffers": "#6b7280",
+}
+GIB = 1 << 30
+
+
+def draw(
+    bars: dict[str, StageMemory],
+    *,
+    title: str,
+    limit_gib: float,
+    limit_name: str,
+    path: str | os.PathLike,
+    published_gib: dict[str, float] | None = None,
+) -> None:
+    """Writes the figure; the file's ending says in which format.
+
+    Args:
+        bars: Name of a bar to its memory.
+        published_gib: Name of a bar to a published peak, drawn as a marker.
+    """
+    figure = Figure(figsize=(max(7.5, 2.6 + 1.5 * len(bars)), 5.6), layout="constrained")
+    axes = figure.subplots()
+    names = list(bars)
+    base = [0.0] * len(names)
+    for component in COMPONENTS:
+        heights = [bars[name].parts[component] / GIB for name in names]
+        if max(heights) < 0.005 * max(bar.total for bar in bars.values()) / GIB:
+            continue
+        axes.bar(names, heights, 0.62, bottom=base, color=COLOURS[component], label=component)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    tallest = max(*base, limit_gib) if limit_gib < 2.5 * max(base) else max(base)
+    for position, name in enumerate(names):
+        total = bars[name].total / GIB
+        axes.text(
+            position, total + 0.012 * tallest, f"{total:.3g}", ha="center", color=INK, weight="bold"
+        )
+    if tallest >= limit_gib:
+        axes.axhline(limit_gib, color=INK, linestyle="--", linewidth=1)
+        axes.text(len(names) - 0.5, limit_gib, f" {limit_name}", color=INK, va="bottom", ha="right")
+    if published_gib:
+        spots = [index for index, name in enumerate(names) if name in published_gib]
+        values = [published_gib[names[index]] for index in spots]
+        axes.scatter(
+            [index + 0.39 for index in spots],
+            values,
+            marker="D",
+            s=46,
+            color="white",
+            edgecolor=INK,
+            zorder=3,
+            label="published",
+        )
+    axes.set(title=title, ylabel="peak memory per rank, GiB", ylim=(0, 1.12 * tallest))
+    axes.tick_params(axis="x", labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)

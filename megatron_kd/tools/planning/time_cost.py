@@ -1,0 +1,155 @@
+"""Time of a step, of capturing the teacher once, and the size of the cache.
+
+A matrix product of m × k × n counts 2mkn; causal attention half of the full square. The time is
+
+    (products / EFFICIENCY of the peak + bytes of logits moved + optimiser's bytes + tensor-parallel
+    messages) / share of time that the pipeline is full
+
+Data- and context-parallel messages are taken as hidden behind the products.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_kd.tools.planning.gpus import GPU
+from megatron_kd.tools.planning.loss_memory import rank_vocab
+from megatron_kd.tools.planning.model_shape import ModelShape
+from megatron_kd.tools.planning.settings import Settings
+
+# Share of the peak that products, attention and the elementwise work between them reach together.
+EFFICIENCY = 0.45
+
+# Matrix products with the output matrix per micro-batch: (student's, teacher's).
+HEAD_PRODUCTS = {
+    "dense": (3, 0),
+    "sparse_chunked": (3, 0),
+    "fused_chunked": (3, 0),
+    "online_dense": (3, 1),
+    "fused_online": (4, 2),
+}
+# Bytes that a logit's elementwise passes read and write, in 16 bits.
+LOGIT_TRAFFIC = {
+    "dense": 24,
+    "sparse_chunked": 30,
+    "fused_chunked": 10,
+    "online_dense": 32,
+    "fused_online": 24,
+}
+# Bits of a candidate's log-probability under the compact codec.
+VALUE_BITS = 9.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    products_s: float
+    logits_s: float
+    optimiser_s: float
+    messages_s: float
+    pipeline_share: float
+    model_flops: float
+    """Of the student, forward and backward, nothing recomputed."""
+
+    @property
+    def total_s(self) -> float:
+        busy = self.products_s + self.logits_s + self.messages_s
+        return busy / self.pipeline_share + self.optimiser_s
+
+
+def forward_flops(shape: ModelShape, sequence_length: int) -> float:
+    """Per token, the layers alone."""
+    attention = 2 * sequence_length * shape.heads * shape.head_dim
+    return sum(2 * shape.active_parameters(layer) + attention for layer in shape.layers)
+
+
+def step_time(
+    student: ModelShape,
+    settings: Settings,
+    *,
+    impl: str,
+    gpu: GPU,
+    trained_parameters: float,
+    teacher: ModelShape | None = None,
+    efficiency: float = EFFICIENCY,
+) -> StepTime:
+    """trained_parameters: on the rank that has most of them."""
+    tokens = settings.sequence_length * settings.global_batch
+    body = forward_flops(student, settings.sequence_length)
+    head = 2 * student.vocab_size * student.hidden_size
+    student_products, teacher_products = HEAD_PRODUCTS[impl]
+    if impl == "fused_chunked" and settings.loss.gradient == "recompute":
+        student_products += 1
+    passes = 3
+    if settings.lora is not None:  # frozen matrices have no weight gradients
+        passes, student_products = passes - 1, student_products - 1
+    flops = body * (passes + _recomputed_share(student, settings)) + head * student_products
+    if teacher is not None and teacher_products:
+        flops += forward_flops(teacher, settings.sequence_length)
+        flops += 2 * teacher.vocab_size * teacher.hidden_size * teacher_products
+    peak = gpu.bf16_tflops * 1e12 * efficiency * (1 if settings.sixteen_bit else 0.5)
+    bandwidth = gpu.bandwidth_gb_s * 1e9
+    rank_positions = settings.positions * settings.micro_batches
+    logits = LOGIT_TRAFFIC[impl] * rank_positions * rank_vocab(student, settings)
+    optimiser = trained_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
+    full = settings.micro_batches * settings.virtual_pipeline
+    return StepTime(
+        products_s=tokens * flops / (settings.ranks * peak),
+        logits_s=logits / bandwidth,
+        optimiser_s=optimiser / bandwidth,
+        messages_s=_tensor_messages(student, settings, rank_positions) / (gpu.link_gb_s * 1e9),
+        pipeline_share=full / (full + settings.pipeline_parallel - 1),
+        model_flops=tokens * passes * (body + head),
+    )
+
+
+def capture_seconds(
+    teacher: ModelShape, tokens: int, sequence_length: int, gpu: GPU, efficiency: float = EFFICIENCY
+) -> float:
+    """One GPU's time for one forward pass of the teacher over the data, in bf16."""
+    flops = forward_flops(teacher, sequence_length) + 2 * teacher.vocab_size * teacher.hidden_size
+    return tokens * flops / (gpu.bf16_tflops * 1e12 * efficiency)
+
+
+def cache_bytes_per_position(vocab_size: int, topk: int, codec: str) -> float:
+    """Of a supervised position, its token included; see docs/cache-format.md."""
+    token = 2 if vocab_size <= 1 << 16 else 3
+    if codec == "fp16":
+        return topk * (4 if vocab_size <= 1 << 16 else 4.5) + 4 + token
+    if codec != "compact":
+        raise ValueError(f"--codec must be compact or fp16, not {codec}")
+    # K distinct ids out of V, as a set, cost about log2(V / K) + 1.44 bits each.
+    bits = topk * (max(0.0, math.log2(vocab_size / topk)) + 1.44 + VALUE_BITS)
+    return bits / 8 + 5 + token
+
+
+def _recomputed_share(student: ModelShape, settings: Settings) -> float:
+    """Share of the layers' forward pass that the backward pass repeats."""
+    recompute = settings.recompute
+    if recompute.mode == "full":
+        if recompute.method == "uniform":
+            return 1.0
+        each = len(student.layers) / settings.pipeline_parallel
+        return min(1.0, recompute.layers / each)
+    if recompute.mode == "selective":
+        attention = (
+            2 * settings.sequence_length * student.heads * student.head_dim * len(student.layers)
+        )
+        whole = forward_flops(student, settings.sequence_length)
+        share = attention / whole if "core_attn" in recompute.modules else 0.0
+        if {"mlp", "moe"} & set(recompute.modules):
+            up = 3 if student.gated else 2
+            wide = student.expert_ffn_size * student.experts_per_token + student.shared_ffn_size
+            ffn = wide if student.experts else student.ffn_size
+            share += 2 * up * ffn * student.hidden_size * len(student.layers) / whole
+        return share
+    return 0.0
+
+
+def _tensor_messages(student: ModelShape, settings: Settings, rank_positions: int) -> float:
+    """Bytes that a ring all-reduce of the layers' outputs sends over one link in a step."""
+    tensor = settings.tensor_parallel
+    if tensor == 1:
+        return 0.0
+    per_layer = 4 + (2 if settings.recompute.mode == "full" else 0)
+    layers = len(student.layers) / settings.pipeline_parallel
+    size = settings.value_bytes * rank_positions * student.hidden_size
+    return per_layer * layers * size * 2 * (tensor - 1) / tensor

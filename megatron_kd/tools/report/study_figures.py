@@ -1,0 +1,90 @@
+"""The figures of a study: one PNG per section."""
+
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from megatron_kd.metrics_file import curve, read_metrics
+
+
+def draw(study, section, rows: list, path: Path) -> None:
+    """Write a section's figure, of kind bars, curves or lines; none where nothing was measured."""
+    by_run = {name: [row for row in rows if row.run == name] for name in section.runs}
+    by_run = {name: own for name, own in by_run.items() if own}
+    if not by_run:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    KINDS[section.kind](study, section, by_run, axes)
+    figure.suptitle(section.title)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+SCORES = (
+    ("held_out_kl", "held-out KL(teacher ‖ student), nats"),
+    ("next_token_accuracy", "next-token accuracy"),
+)
+
+
+def _bars(study, section, by_run, axes) -> None:
+    places = range(len(by_run))
+    for axis, (score, label) in zip(axes, SCORES, strict=True):
+        means, spreads = zip(*(_mean_sd(own, score) for own in by_run.values()), strict=True)
+        axis.barh(places, means, xerr=spreads, color="#2563eb", capsize=3)
+        axis.set_yticks(places, [study.title(name) for name in by_run])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+
+
+def _lines(study, section, by_run, axes) -> None:
+    series: dict[str, list[str]] = {}
+    for name in by_run:
+        series.setdefault(study.runs[name].series or "", []).append(name)
+    for axis, (score, label) in zip(axes, SCORES, strict=True):
+        for title, names in series.items():
+            points = sorted((study.runs[name].x, *_mean_sd(by_run[name], score)) for name in names)
+            x, means, spreads = zip(*points, strict=True)
+            axis.errorbar(x, means, yerr=spreads, marker="o", capsize=3, label=title)
+        axis.set_xscale("log")
+        axis.set_xlabel(section.x_label)
+        axis.set_ylabel(label)
+        if any(series):
+            axis.legend()
+
+
+def _curves(study, section, by_run, axes) -> None:
+    """The mean over seeds of the KD loss in training, and the time of an iteration."""
+    widths = [3.5, 2.5, 1.5, 1.0]  # equal curves stay visible below each other
+    for number, (name, own) in enumerate(by_run.items()):
+        curves = [
+            curve(read_metrics(study.folder(name, row.seed)), "train", "kd loss") for row in own
+        ]
+        losses = zip(*(values for _, values in curves), strict=True)
+        means = [statistics.mean(values) for values in losses]
+        width = widths[min(number, len(widths) - 1)]
+        axes[0].plot(curves[0][0], means, lw=width, label=study.title(name))
+    axes[0].set_xlabel("iteration")
+    axes[0].set_ylabel("KD loss in training, nats")
+    axes[0].legend()
+    places = range(len(by_run))
+    means, spreads = zip(
+        *(_mean_sd(own, "seconds_per_iteration") for own in by_run.values()), strict=True
+    )
+    axes[1].barh(places, means, xerr=spreads, color="#2563eb", capsize=3)
+    axes[1].set_yticks(places, [study.title(name) for name in by_run])
+    axes[1].invert_yaxis()
+    axes[1].set_xlabel("seconds per iteration")
+
+
+def _mean_sd(rows: list, score: str) -> tuple[float, float]:
+    values = [getattr(row, score) for row in rows]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+KINDS = {"bars": _bars, "curves": _curves, "lines": _lines}
