@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from megatron_kd.host.cpu import backend as cpu_backend
+from megatron_kd.host.output_layer import OutputLayerTap
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, Rows
 from megatron_kd.teacher.engines.sharded_topk import select_sharded
 
@@ -99,14 +100,9 @@ class _Stage:
         self.model = _build(path, options)
         self._tp = parallel_state.get_tensor_model_parallel_group()
         self._last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._passing = True
-        self._weight = None
-        chunk = unwrap_model(self.model[0])
-        self._head = chunk.output_layer if self._last else None
+        self._tap = OutputLayerTap.install(self.model[0]) if self._last else None
         if self._last:
-            self._project = self._head.forward
-            self._head.forward = self._pass_through
-            rows = self._head.output_size_per_partition
+            rows = self._tap.layer.output_size_per_partition
             self._first_id = rows * self._tp.rank()
             self._chunk_rows = max(1, options.head_chunk_bytes // (rows * 4 * _CHUNK_COPIES))
         self._check_head()
@@ -142,18 +138,10 @@ class _Stage:
             collect_non_loss_data=True,
         )
 
-    def _pass_through(self, hidden_states, weight=None, runtime_gather_output=None):
-        self._weight = self._head.weight if weight is None else weight
-        if self._passing:
-            return hidden_states, None
-        return self._project(
-            hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
-        )
-
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[c, D] → [c, Vp]."""
-        weight = self._weight
-        return torch.nn.functional.linear(hidden_states.to(weight.dtype), weight, self._head.bias)
+        weight = self._tap.weight
+        return torch.nn.functional.linear(hidden_states.to(weight.dtype), weight, self._tap.bias)
 
     def _select(self, hidden_states: torch.Tensor, batch: list) -> list[Rows]:
         """hidden_states: [b, s, D], what the output layer reads."""
@@ -189,9 +177,9 @@ class _Stage:
         """Refuses an architecture that does more with its logits than the output layer does."""
         tokens = np.random.default_rng(0).integers(0, self.request.vocab_size, 8, dtype=np.int32)
         work = [[(tokens, np.arange(8), None)]]
-        self._passing = False
         want = self._forward(work, lambda output, batch: output[0].float())  # [s, Vp]
-        self._passing = True
+        if self._last:
+            self._tap.hands_input_through = True
         got = self._forward(work, lambda output, batch: self._logits(output[0]).float())
         wrong = torch.zeros(1)
         if self._last:

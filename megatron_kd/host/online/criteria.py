@@ -13,6 +13,7 @@ import torch
 from modelopt.torch.distill.plugins.megatron import BaseLoss
 
 from megatron_kd.config import LossConfig
+from megatron_kd.host.output_layer import OutputLayerTap
 from megatron_kd.host.step import hidden_states
 from megatron_kd.losses import dense_online_kd_loss, fused_online_kd_loss
 
@@ -34,10 +35,9 @@ class FullVocabularyLogitsKLLoss(BaseLoss):
 
     def attach(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
         """Remember both output layers; with `fused_online`, make them hand their input through."""
-        self._student, self._teacher = _OutputLayer(student), _OutputLayer(teacher)
-        if self.loss.impl == "fused_online":
-            self._student.pass_through()
-            self._teacher.pass_through()
+        self._student, self._teacher = map(OutputLayerTap.install, (student, teacher))
+        fused = self.loss.impl == "fused_online"
+        self._student.hands_input_through = self._teacher.hands_input_through = fused
 
     def begin(self, labels, loss_mask, index) -> None:
         """Give the micro-batch: labels and loss_mask [b, s], index [rows] of the supervised
@@ -69,8 +69,8 @@ class FullVocabularyLogitsKLLoss(BaseLoss):
                 self._student.weight,
                 targets,
                 self._teacher.weight,
-                bias=self._student.layer.bias,
-                teacher_bias=self._teacher.layer.bias,
+                bias=self._student.bias,
+                teacher_bias=self._teacher.bias,
                 chunk_size=self.loss.chunk_size,
                 supervised_index=index,
                 sequence_parallel=self._student.sequence_parallel,
@@ -113,23 +113,6 @@ class HiddenStateLoss(BaseLoss):
         )
         self.metrics = {hidden_states.HIDDEN_LOSS: loss.detach().transpose(0, 1)}
         return self.post_forward(loss, tp_reduce=False, is_sequence_parallel=False)
-
-
-class _OutputLayer:
-    """One model's output layer, and the weight its last call used (tied embeddings pass it in)."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.layer = model.output_layer
-        self.sequence_parallel = bool(getattr(self.layer, "sequence_parallel", False))
-        self.weight = self.layer.weight
-
-    def pass_through(self) -> None:
-        def forward(hidden_states, weight=None, runtime_gather_output=None):
-            if weight is not None:
-                self.weight = weight
-            return hidden_states, None
-
-        self.layer.forward = forward
 
 
 class WeightedBalancer(mtd.DistillationLossBalancer):

@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_kd.config import LossConfig
 from megatron_kd.host.callbacks import profiling
+from megatron_kd.host.output_layer import OutputLayerTap
 from megatron_kd.host.step import hidden_states
 from megatron_kd.losses import (
     TopKTarget,
@@ -62,26 +63,22 @@ class DistillationLoss:
         self.config = config
         self.weights = weights
         self.vocab_size = vocab_size
-        self.output_layer = model.output_layer
+        self.tap = OutputLayerTap.install(model)
         self.mtp_heads = getattr(model.config, "mtp_num_layers", None) or 0
-        self.sequence_parallel = bool(getattr(self.output_layer, "sequence_parallel", False))
+        self.sequence_parallel = self.tap.sequence_parallel
         self.gradient_accumulation_fusion = bool(
             getattr(model.config, "gradient_accumulation_fusion", False)
         )
         self.tp_group = model.pg_collection.tp if model.pg_collection.tp.size() > 1 else None
         self._model = model
-        self._project = self.output_layer.forward
         self._host_loss = model.compute_language_model_loss
         self._batch: LossBatch | None = None
-        self._weight = None
         self._hidden = None
         self._metrics = {}
         self._calls = 0
         self._check(model.config)
-        if config.impl == "fused_chunked":
-            self.output_layer.forward = self._pass_through
         if weights.config.pairs:
-            self.output_layer.register_forward_pre_hook(self._keep_hidden, with_kwargs=True)
+            self.tap.layer.register_forward_pre_hook(self._keep_hidden, with_kwargs=True)
         model.compute_language_model_loss = self._compute
         setattr(model, ATTRIBUTE, self)
 
@@ -92,11 +89,13 @@ class DistillationLoss:
 
     def begin(self, batch: LossBatch) -> None:
         self._batch, self._calls, self._metrics = batch, 0, {}
+        self.tap.hands_input_through = self.config.impl == "fused_chunked"
 
     def end(self) -> dict[str, torch.Tensor]:
         """Metrics of the forward pass since `begin`: name → [b, s] fp32, detached."""
         metrics, self._metrics = self._metrics, {}
-        self._batch = self._weight = self._hidden = None
+        self._batch = self._hidden = None
+        self.tap.hands_input_through = False
         return metrics
 
     def _check(self, model_config) -> None:
@@ -105,14 +104,6 @@ class DistillationLoss:
                 "defer_embedding_wgrad_compute postpones the weight gradient that the distillation "
                 "loss computes itself; set bridge.model.defer_embedding_wgrad_compute=false"
             )
-
-    def _pass_through(self, hidden_states, weight=None, runtime_gather_output=None):
-        if self._batch is None:
-            return self._project(
-                hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
-            )
-        self._weight = self.output_layer.weight if weight is None else weight
-        return hidden_states, None
 
     def _keep_hidden(self, module, arguments, keywords) -> None:
         """Forward pre-hook of the output layer: what it reads is the student's last hidden
@@ -154,9 +145,9 @@ class DistillationLoss:
         if config.impl == "fused_chunked":
             loss, metrics = fused_chunked_kd_loss(
                 output,
-                self._weight,
+                self.tap.weight,
                 target,
-                bias=self.output_layer.bias,
+                bias=self.tap.bias,
                 chunk_size=config.chunk_size,
                 gradient=config.gradient,
                 token_weights=batch.loss_mask.transpose(0, 1),
@@ -209,9 +200,9 @@ class DistillationLoss:
             return self._host_loss(labels, output)
         loss = fused_cross_entropy(
             output,
-            self._weight,
+            self.tap.weight,
             labels.transpose(0, 1),
-            bias=self.output_layer.bias,
+            bias=self.tap.bias,
             chunk_size=self.config.chunk_size,
             vocab_size=self.vocab_size,
             tp_group=self.tp_group,

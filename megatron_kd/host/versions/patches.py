@@ -20,6 +20,7 @@ from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.core import parallel_state
 
 from megatron_kd.host.callbacks.stop_signals import LoaderWorkerSignals
+from megatron_kd.host.output_layer import hands_input_through
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _count_accepted_tokens_of_logits_alone() -> None:
         return
 
     def count_of_logits(mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs):
-        if "forward" in vars(output_layer):  # it hands its input through
+        if hands_input_through(output_layer):
             none = torch.zeros((), device=loss_mask.device)
             return none, none
         return count(mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs)
