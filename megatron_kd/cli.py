@@ -24,15 +24,18 @@ COMMANDS = {
     "verify": ("megatron_kd.cache.verify", "check every byte of a cache; repair what is broken"),
     "inspect": ("megatron_kd.cache.inspect", "show what a cache holds, as a table and a PNG"),
     "convert": ("megatron_kd.data.convert.command", "another tool's captures as a cache"),
-    "plan": ("megatron_kd.tools.planning.command", "memory, time and cache size of a recipe"),
+    "plan": ("megatron_kd.tools.planning.plan_command", "memory, time and cache size of a recipe"),
     "bench": (
         "megatron_kd.tools.benchmark.sweep",
         "time and memory of the losses, as CSV",
     ),
     "plot": ("megatron_kd.tools.benchmark.plot", "a benchmark's CSV as a PNG"),
     "export": ("megatron_kd.host.export", "a checkpoint as a Hugging Face directory"),
-    "doctor": ("megatron_kd.tools.doctor.command", "check this machine, and a recipe on it"),
-    "report": ("megatron_kd.tools.report.command", "what a run achieved, as a table and a PNG"),
+    "doctor": ("megatron_kd.tools.doctor.doctor_command", "check this machine, and a recipe on it"),
+    "report": (
+        "megatron_kd.tools.report.report_command",
+        "what a run achieved, as a table and a PNG",
+    ),
     "compare": (
         "megatron_kd.tools.report.compare",
         "loss curves of runs against the first",

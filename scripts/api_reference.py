@@ -64,8 +64,8 @@ SECTIONS = (
         "Planning",
         [
             "megatron_kd.tools.planning.model_shape:ModelShape shape_of_directory",
-            "megatron_kd.tools.planning.settings:Settings Recompute from_config",
-            "megatron_kd.tools.planning.memory:plan_memory longest_sequence StageMemory",
+            "megatron_kd.tools.planning.run_settings:RunSettings Recompute from_config",
+            "megatron_kd.tools.planning.stage_memory:plan_memory longest_sequence StageMemory",
             "megatron_kd.tools.planning.loss_memory:loss_memory LossMemory",
             "megatron_kd.tools.planning.time_cost:step_time StepTime capture_seconds "
             "cache_bytes_per_position",

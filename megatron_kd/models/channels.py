@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megatron_kd.models.layout import SUPPORTED
+from megatron_kd.models.parameter_axes import SUPPORTED
 
 Channels = tuple[int, ...]
 

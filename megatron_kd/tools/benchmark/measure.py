@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.losses import elementwise
-from megatron_kd.tools.benchmark.config import DTYPES, Case
+from megatron_kd.tools.benchmark.cases import DTYPES, Case
 from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS, REFERENCES, Implementation
 from megatron_kd.tools.benchmark.inputs import Inputs
-from megatron_kd.tools.benchmark.memory import peak_bytes
+from megatron_kd.tools.benchmark.peak_memory import peak_bytes
 
 # The comparison runs on the first positions, in chunks that do not divide them.
 CHECK_TOKENS, CHECK_CHUNK_TOKENS = 160, 64

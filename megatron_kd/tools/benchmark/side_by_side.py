@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from megatron_kd.tools.benchmark.config import Case
+from megatron_kd.tools.benchmark.cases import Case
 from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS
 from megatron_kd.tools.benchmark.measure import (
     WrongResult,
@@ -21,7 +21,7 @@ from megatron_kd.tools.benchmark.measure import (
     timed_step_ms,
     transient_bytes,
 )
-from megatron_kd.tools.benchmark.memory import is_out_of_memory
+from megatron_kd.tools.benchmark.peak_memory import is_out_of_memory
 
 ORDER_SEED = 0
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_kd.tools.benchmark import environment
-from megatron_kd.tools.benchmark.config import BenchmarkConfig, Case, read_config
+from megatron_kd.tools.benchmark.cases import BenchmarkConfig, Case, read_config
 from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS
 from megatron_kd.tools.benchmark.side_by_side import measure_side_by_side
 from megatron_kd.tools.benchmark.table import TableWriter, bare_key, bare_times, is_bare, row_of

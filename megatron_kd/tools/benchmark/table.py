@@ -4,9 +4,9 @@ import csv
 import statistics
 from pathlib import Path
 
-from megatron_kd.tools.benchmark.config import Case
+from megatron_kd.tools.benchmark.cases import Case
 from megatron_kd.tools.benchmark.implementations import BARE, IMPLEMENTATIONS
-from megatron_kd.tools.benchmark.memory import MEASURES
+from megatron_kd.tools.benchmark.peak_memory import MEASURES
 
 COLUMNS = (
     "date_utc",

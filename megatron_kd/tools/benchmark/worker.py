@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_kd.tools.benchmark.config import Case
+from megatron_kd.tools.benchmark.cases import Case
 from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS
 from megatron_kd.tools.benchmark.measure import WrongResult, measure
-from megatron_kd.tools.benchmark.memory import is_out_of_memory, limit_address_space
+from megatron_kd.tools.benchmark.peak_memory import is_out_of_memory, limit_address_space
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 

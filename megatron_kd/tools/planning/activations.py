@@ -11,7 +11,7 @@ Letters: e bytes of a value, h hidden size, f FFN size, k experts per token.
 from dataclasses import dataclass
 
 from megatron_kd.tools.planning.model_shape import LayerShape, ModelShape
-from megatron_kd.tools.planning.settings import Settings
+from megatron_kd.tools.planning.run_settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class LayerActivations:
     """Largest gradients alive beside that."""
 
 
-def layer_activations(shape: ModelShape, layer: LayerShape, settings: Settings) -> LayerActivations:
+def layer_activations(
+    shape: ModelShape, layer: LayerShape, settings: RunSettings
+) -> LayerActivations:
     parts = _parts(shape, layer, settings)
     everything = sum(parts.values())
     whole = shape.hidden_size * settings.value_bytes / _sequence_split(settings)
@@ -42,7 +44,7 @@ def layer_activations(shape: ModelShape, layer: LayerShape, settings: Settings) 
 
 
 def kept_by_layers(
-    shape: ModelShape, layers: tuple[LayerShape, ...], settings: Settings
+    shape: ModelShape, layers: tuple[LayerShape, ...], settings: RunSettings
 ) -> tuple[float, float]:
     """Bytes per position that a stage keeps, and what its backward pass adds at most."""
     counted = [layer_activations(shape, layer, settings) for layer in layers]
@@ -60,11 +62,11 @@ def kept_by_layers(
     return kept, group * largest.rebuilt + largest.gradients
 
 
-def _sequence_split(settings: Settings) -> int:
+def _sequence_split(settings: RunSettings) -> int:
     return settings.tensor_parallel if settings.sequence_parallel else 1
 
 
-def _parts(shape: ModelShape, layer: LayerShape, settings: Settings) -> dict[str, float]:
+def _parts(shape: ModelShape, layer: LayerShape, settings: RunSettings) -> dict[str, float]:
     e, tensor = settings.value_bytes, settings.tensor_parallel
     hidden = e * shape.hidden_size / _sequence_split(settings)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -96,7 +98,7 @@ def _parts(shape: ModelShape, layer: LayerShape, settings: Settings) -> dict[str
     }
 
 
-def _dropped(settings: Settings, is_moe: bool) -> set[str]:
+def _dropped(settings: RunSettings, is_moe: bool) -> set[str]:
     """What selective recomputation rebuilds, by Megatron-Core's names of modules."""
     dropped = set()
     by_module = {

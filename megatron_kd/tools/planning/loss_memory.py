@@ -22,7 +22,7 @@ from megatron_kd.losses.chunking import (
     pick_rows,
 )
 from megatron_kd.tools.planning.model_shape import ModelShape
-from megatron_kd.tools.planning.settings import Settings
+from megatron_kd.tools.planning.run_settings import RunSettings
 
 SPARSE_CHUNK = 1024  # sequence positions: the default of `sparse_chunked_kd_loss`
 
@@ -44,7 +44,7 @@ class LossMemory:
 
 
 def loss_memory(
-    impl: str, student: ModelShape, settings: Settings, gpu_bytes: int, teacher=None
+    impl: str, student: ModelShape, settings: RunSettings, gpu_bytes: int, teacher=None
 ) -> LossMemory:
     """impl: `dense`, `sparse_chunked`, `fused_chunked`, `online_dense` or `fused_online`."""
     e, n = settings.value_bytes, settings.positions
@@ -72,12 +72,12 @@ def loss_memory(
     return LossMemory(hidden, loss, teacher_hidden)
 
 
-def rank_vocab(student: ModelShape, settings: Settings) -> int:
+def rank_vocab(student: ModelShape, settings: RunSettings) -> int:
     padded = student.padded_vocab(settings.vocab_divisor, settings.tensor_parallel)
     return padded // settings.tensor_parallel
 
 
-def _chunk_bytes(settings: Settings, width: int, rows: int, gpu_bytes: int) -> int:
+def _chunk_bytes(settings: RunSettings, width: int, rows: int, gpu_bytes: int) -> int:
     """width: logits per position, of all models; rows: positions."""
     size = settings.value_bytes
     if settings.loss.chunk_size == "auto":

@@ -2,7 +2,7 @@
 
 A matrix product of m × k × n counts 2mkn; causal attention half of the full square. The time is
 
-    (products / EFFICIENCY of the peak + bytes of logits moved + optimiser's bytes + tensor-parallel
+    (products / EFFICIENCY of the peak + bytes of logits moved + optimizer's bytes + tensor-parallel
     messages) / share of time that the pipeline is full
 
 Data- and context-parallel messages are taken as hidden behind the products.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_kd.tools.planning.gpus import GPU
 from megatron_kd.tools.planning.loss_memory import rank_vocab
 from megatron_kd.tools.planning.model_shape import ModelShape
-from megatron_kd.tools.planning.settings import Settings
+from megatron_kd.tools.planning.run_settings import RunSettings
 
 # Share of the peak that products, attention and the elementwise work between them reach together.
 EFFICIENCY = 0.45
@@ -43,7 +43,7 @@ VALUE_BITS = 9.0
 class StepTime:
     products_s: float
     logits_s: float
-    optimiser_s: float
+    optimizer_s: float
     messages_s: float
     pipeline_share: float
     model_flops: float
@@ -52,7 +52,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         busy = self.products_s + self.logits_s + self.messages_s
-        return busy / self.pipeline_share + self.optimiser_s
+        return busy / self.pipeline_share + self.optimizer_s
 
 
 def forward_flops(shape: ModelShape, sequence_length: int) -> float:
@@ -63,7 +63,7 @@ def forward_flops(shape: ModelShape, sequence_length: int) -> float:
 
 def step_time(
     student: ModelShape,
-    settings: Settings,
+    settings: RunSettings,
     *,
     impl: str,
     gpu: GPU,
@@ -89,12 +89,12 @@ def step_time(
     bandwidth = gpu.bandwidth_gb_s * 1e9
     rank_positions = settings.positions * settings.micro_batches
     logits = LOGIT_TRAFFIC[impl] * rank_positions * rank_vocab(student, settings)
-    optimiser = trained_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
+    optimizer = trained_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
     full = settings.micro_batches * settings.virtual_pipeline
     return StepTime(
         products_s=tokens * flops / (settings.ranks * peak),
         logits_s=logits / bandwidth,
-        optimiser_s=optimiser / bandwidth,
+        optimizer_s=optimizer / bandwidth,
         messages_s=_tensor_messages(student, settings, rank_positions) / (gpu.link_gb_s * 1e9),
         pipeline_share=full / (full + settings.pipeline_parallel - 1),
         model_flops=tokens * passes * (body + head),
@@ -121,7 +121,7 @@ def cache_bytes_per_position(vocab_size: int, topk: int, codec: str) -> float:
     return bits / 8 + 5 + token
 
 
-def _recomputed_share(student: ModelShape, settings: Settings) -> float:
+def _recomputed_share(student: ModelShape, settings: RunSettings) -> float:
     """Share of the layers' forward pass that the backward pass repeats."""
     recompute = settings.recompute
     if recompute.mode == "full":
@@ -144,7 +144,7 @@ def _recomputed_share(student: ModelShape, settings: Settings) -> float:
     return 0.0
 
 
-def _tensor_messages(student: ModelShape, settings: Settings, rank_positions: int) -> float:
+def _tensor_messages(student: ModelShape, settings: RunSettings, rank_positions: int) -> float:
     """Bytes that a ring all-reduce of the layers' outputs sends over one link in a step."""
     tensor = settings.tensor_parallel
     if tensor == 1:

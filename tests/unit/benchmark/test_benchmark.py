@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_kd.cli import main
 from megatron_kd.tools.benchmark import implementations, measure, sweep
-from megatron_kd.tools.benchmark.config import BenchmarkConfig, read_config
+from megatron_kd.tools.benchmark.cases import BenchmarkConfig, read_config
 from megatron_kd.tools.benchmark.implementations import BARE, IMPLEMENTATIONS, REFERENCES
 from megatron_kd.tools.benchmark.inputs import BLOCK_ROWS, Inputs
-from megatron_kd.tools.benchmark.memory import is_out_of_memory, peak_bytes
+from megatron_kd.tools.benchmark.peak_memory import is_out_of_memory, peak_bytes
 from megatron_kd.tools.benchmark.plot import draw, series_of
 from megatron_kd.tools.benchmark.side_by_side import measure_side_by_side
 from megatron_kd.tools.benchmark.table import COLUMNS, TableWriter, bare_times, read_table, row_of

@@ -1,12 +1,17 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from megatron_kd.tools.planning import published
+sys.path.insert(0, str(Path(__file__).parent))
+
+import published_runs
 
 
 @pytest.fixture(scope="session")
 def published_shapes():
-    return published.shapes()
+    return published_runs.shapes()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,9 @@ from megatron_kd.tools.planning.activations import layer_activations
 from megatron_kd.tools.planning.adapters import adapter_parameters
 from megatron_kd.tools.planning.gpus import gpu
 from megatron_kd.tools.planning.loss_memory import loss_memory
-from megatron_kd.tools.planning.memory import (
+from megatron_kd.tools.planning.model_shape import LayerShape, ModelShape
+from megatron_kd.tools.planning.run_settings import Recompute, RunSettings
+from megatron_kd.tools.planning.stage_memory import (
     longest_sequence,
     micro_batches_in_flight,
     peak_bytes,
@@ -28,8 +30,6 @@ from megatron_kd.tools.planning.memory import (
     rank_parameters,
     trained_parameters,
 )
-from megatron_kd.tools.planning.model_shape import LayerShape, ModelShape
-from megatron_kd.tools.planning.settings import Recompute, Settings
 from megatron_kd.tools.planning.time_cost import step_time
 
 H200 = 139 << 30
@@ -58,22 +58,22 @@ def parts(shape, settings, impl="fused_chunked"):
 
 
 def test_eighteen_bytes_per_parameter_and_the_distributed_optimizers_share(student):
-    one = parts(student, Settings(sequence_length=1024))
-    states = one["weights"] + one["gradients"] + one["optimiser"]
+    one = parts(student, RunSettings(sequence_length=1024))
+    states = one["weights"] + one["gradients"] + one["optimizer"]
     assert states == 18 * student.parameters
-    run = Settings(sequence_length=1024, ranks=4, global_batch=4, distributed_optimizer=True)
+    run = RunSettings(sequence_length=1024, ranks=4, global_batch=4, distributed_optimizer=True)
     four = parts(student, run)
-    assert four["optimiser"] == one["optimiser"] / 4
+    assert four["optimizer"] == one["optimizer"] / 4
     assert (four["weights"], four["gradients"]) == (one["weights"], one["gradients"])
 
 
 def test_adapters_alone_have_gradients_and_states():
-    run = Settings(sequence_length=64, ranks=2, tensor_parallel=2, lora=LoraConfig(dim=4))
+    run = RunSettings(sequence_length=64, ranks=2, tensor_parallel=2, lora=LoraConfig(dim=4))
     plain = parts(SMALL, replace(run, lora=None))
     lora = parts(SMALL, run)
     qkv, proj, up, down = 4 * (8 + 16), 4 * (8 + 8), 4 * (8 + 32), 4 * (16 + 8)
     adapters = 2 * (qkv + proj + up + down) / 2
-    assert lora["gradients"] == 4 * adapters and lora["optimiser"] == 12 * adapters
+    assert lora["gradients"] == 4 * adapters and lora["optimizer"] == 12 * adapters
     assert lora["weights"] == plain["weights"] + 2 * adapters
     assert plain["loss"] - lora["loss"] == 4 * 16384 / 2 * 8  # no gradient of the output matrix
     times = [
@@ -91,7 +91,9 @@ def test_adapters_alone_have_gradients_and_states():
 
 def test_ranks_together_hold_every_parameter_once(student):
     tensor, pipeline = 2, 4
-    run = Settings(sequence_length=64, ranks=8, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    run = RunSettings(
+        sequence_length=64, ranks=8, tensor_parallel=tensor, pipeline_parallel=pipeline
+    )
     held = sum(sum(rank_parameters(student, run, stage)) for stage in range(pipeline)) * tensor
     norms = sum(layer.replicated for layer in student.layers) + student.final
     assert held == student.parameters + norms * (tensor - 1)
@@ -99,16 +101,16 @@ def test_ranks_together_hold_every_parameter_once(student):
 
 def test_a_tied_matrix_is_copied_to_the_last_stage():
     tied = replace(SMALL, tied=True)
-    whole = rank_parameters(tied, Settings(sequence_length=64), 0)[0]
+    whole = rank_parameters(tied, RunSettings(sequence_length=64), 0)[0]
     assert whole == tied.parameters
-    run = Settings(sequence_length=64, ranks=2, pipeline_parallel=2)
+    run = RunSettings(sequence_length=64, ranks=2, pipeline_parallel=2)
     matrix = tied.vocab_size * tied.hidden_size
     assert sum(rank_parameters(tied, run, s)[0] for s in range(2)) == tied.parameters + matrix
 
 
 def test_layer_activations_by_hand(student):
     """Per position: 4 hidden, q k v, attention, 32 fp32 sums, twice and once the FFN; bf16."""
-    run = Settings(sequence_length=8192)
+    run = RunSettings(sequence_length=8192)
     layer = layer_activations(student, student.layers[0], run)
     by_hand = 2 * (4 * 2816 + 4096 + 2 * 1024 + 4096 + 2 * 7168 + 7168) + 4 * 32
     assert layer.kept == layer.rebuilt == by_hand
@@ -126,7 +128,7 @@ def test_layer_activations_by_hand(student):
 
 def test_recompute_modes_in_order(student):
     def activations(recompute):
-        return parts(student, Settings(sequence_length=8192, recompute=recompute))["activations"]
+        return parts(student, RunSettings(sequence_length=8192, recompute=recompute))["activations"]
 
     none, full = activations(Recompute()), activations(Recompute(mode="full"))
     mlp = activations(Recompute(mode="selective", modules=("mlp",)))
@@ -139,7 +141,7 @@ def test_recompute_modes_in_order(student):
 
 
 def test_context_parallelism_divides_positions(student):
-    run = Settings(sequence_length=8192, recompute=Recompute(mode="full"))
+    run = RunSettings(sequence_length=8192, recompute=Recompute(mode="full"))
     one = parts(student, run, "dense")
     two = parts(student, replace(run, ranks=2, context_parallel=2), "dense")
     for name in ("activations", "logits", "loss", "cache buffers"):
@@ -149,7 +151,7 @@ def test_context_parallelism_divides_positions(student):
 def test_experts():
     layer = LayerShape(sharded=1000, replicated=64, experts=80_000)
     moe = replace(SMALL, layers=(layer,) * 2, experts=8, experts_per_token=2, expert_ffn_size=16)
-    run = Settings(sequence_length=64, ranks=4, expert_parallel=4, global_batch=4)
+    run = RunSettings(sequence_length=64, ranks=4, expert_parallel=4, global_batch=4)
     assert rank_parameters(moe, run, 0)[1] == 2 * 80_000 / 4
     assert moe.active_parameters(layer) == 1000 + 80_000 / 4
     whole = layer_activations(moe, layer, run).kept
@@ -162,7 +164,7 @@ def test_experts():
     ("stage", "virtual", "expected"), [(0, 1, 4), (3, 1, 1), (0, 2, 11 / 2), (3, 2, 5 / 2)]
 )
 def test_micro_batches_in_flight(stage, virtual, expected):
-    run = Settings(
+    run = RunSettings(
         sequence_length=64,
         global_batch=8,
         ranks=4,
@@ -175,14 +177,14 @@ def test_micro_batches_in_flight(stage, virtual, expected):
 
 
 def test_uneven_layers_are_refused(student):
-    run = Settings(sequence_length=64, ranks=3, pipeline_parallel=3)
+    run = RunSettings(sequence_length=64, ranks=3, pipeline_parallel=3)
     with pytest.raises(ValueError, match="28 layers cannot be divided evenly"):
         total(student, run)
 
 
 @pytest.mark.parametrize("impl", ["dense", "sparse_chunked", "fused_chunked"])
 def test_longest_sequence_fits_and_the_next_does_not(student, impl):
-    run = Settings(sequence_length=1024)
+    run = RunSettings(sequence_length=1024)
     usable = 120 << 30
     longest = longest_sequence(student, run, impl=impl, gpu_bytes=H200, usable_bytes=usable)
     assert total(student, replace(run, sequence_length=longest), impl) <= usable
@@ -192,7 +194,7 @@ def test_longest_sequence_fits_and_the_next_does_not(student, impl):
 
 
 def test_losses_in_order(student):
-    run = Settings(sequence_length=16384, recompute=Recompute(mode="full"))
+    run = RunSettings(sequence_length=16384, recompute=Recompute(mode="full"))
     dense, sparse, fused = (
         total(student, run, impl) for impl in ("dense", "sparse_chunked", "fused_chunked")
     )
@@ -248,7 +250,7 @@ def test_counted_losses_against_measured(impl, monkeypatch):
 
     with elementwise.use_backend("eager"):
         measured = peak_allocated(run)
-    settings = Settings(sequence_length=positions, topk=k, loss=LossConfig(chunk_size=chunk))
+    settings = RunSettings(sequence_length=positions, topk=k, loss=LossConfig(chunk_size=chunk))
     if impl == "fused_chunked":  # the weight is frozen here, so it has no gradient buffer
         settings = replace(settings, loss=replace(settings.loss, gradient="recompute"))
     counted = loss_memory(impl, SMALL, settings, H200, SMALL).total

@@ -1,87 +1,17 @@
 """A plan as tables."""
 
-from dataclasses import dataclass, replace
-
 from rich.table import Table
 
-from megatron_kd.tools.planning import published
 from megatron_kd.tools.planning.adapters import adapter_parameters
-from megatron_kd.tools.planning.gpus import GPU, RESERVED_SHARE
-from megatron_kd.tools.planning.memory import (
-    COMPONENTS,
-    OFFLINE,
-    ONLINE,
-    StageMemory,
-    implementation,
-    longest_sequence,
-    plan_memory,
-    trained_parameters,
-)
-from megatron_kd.tools.planning.model_shape import ModelShape
-from megatron_kd.tools.planning.settings import Recompute, Settings
-from megatron_kd.tools.planning.time_cost import StepTime, step_time
+from megatron_kd.tools.planning.gpus import RESERVED_SHARE
+from megatron_kd.tools.planning.run_plan import RunPlan
+from megatron_kd.tools.planning.run_settings import Recompute
+from megatron_kd.tools.planning.stage_memory import COMPONENTS
 
 GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A recipe's sizes, and what follows from them for any loss."""
-
-    student: ModelShape
-    teacher: ModelShape | None
-    settings: Settings
-    gpu: GPU
-    efficiency: float
-
-    @property
-    def impl(self) -> str:
-        return implementation(self.settings)
-
-    @property
-    def impls(self) -> tuple[str, ...]:
-        return OFFLINE + (ONLINE if self.teacher is not None else ())
-
-    def stages(self, impl: str) -> list[StageMemory]:
-        return plan_memory(
-            self.student,
-            self.settings,
-            impl=impl,
-            gpu_bytes=self.gpu.memory_bytes,
-            teacher=self.teacher,
-        )
-
-    def fullest(self, impl: str) -> StageMemory:
-        return max(self.stages(impl), key=lambda stage: stage.total)
-
-    def longest(self, impl: str) -> int:
-        return longest_sequence(
-            self.student,
-            self.settings,
-            impl=impl,
-            gpu_bytes=self.gpu.memory_bytes,
-            usable_bytes=self.gpu.usable_bytes,
-            teacher=self.teacher,
-        )
-
-    def step(self, impl: str) -> StepTime:
-        stages = range(self.settings.pipeline_parallel)
-        parameters = max(sum(trained_parameters(self.student, self.settings, s)) for s in stages)
-        return step_time(
-            self.student,
-            self.settings,
-            impl=impl,
-            gpu=self.gpu,
-            trained_parameters=parameters,
-            teacher=self.teacher if impl in ONLINE else None,
-            efficiency=self.efficiency,
-        )
-
-    def with_recompute(self, recompute: Recompute) -> "Plan":
-        return replace(self, settings=replace(self.settings, recompute=recompute))
-
-
-def by_implementation(plan: Plan) -> Table:
+def by_implementation(plan: RunPlan) -> Table:
     table = _table(
         f"Peak memory of the fullest rank, GiB, by loss ({plan.settings.sequence_length} tokens, "
         f"recompute {plan.settings.recompute.mode})",
@@ -104,7 +34,7 @@ def by_implementation(plan: Plan) -> Table:
     return table
 
 
-def by_stage(plan: Plan) -> Table:
+def by_stage(plan: RunPlan) -> Table:
     stages = plan.stages(plan.impl)
     table = _table(
         f"Each pipeline stage with {plan.impl}, GiB per rank",
@@ -119,7 +49,7 @@ def by_stage(plan: Plan) -> Table:
     return table
 
 
-def by_recompute(plan: Plan) -> Table:
+def by_recompute(plan: RunPlan) -> Table:
     table = _table(
         f"By recompute mode, with {plan.impl}",
         "bridge.model.recompute_…",
@@ -149,47 +79,14 @@ def by_recompute(plan: Plan) -> Table:
     return table
 
 
-def beside_published(student: ModelShape, teacher: ModelShape) -> Table:
-    table = _table(
-        "This plan beside published peaks (one H200, 3.23B student of Llama-3.1-8B), GiB",
-        "run",
-        "tokens",
-        "published",
-        "estimate",
-        "error",
-        "if full",
-        "if none",
-        "step: published",
-        "estimate",
-    )
-    for point in published.POINTS:
-        peak = published.estimate(point, student, teacher).total / GIB
-        others = [
-            published.estimate(point, student, teacher, recompute=mode).total / GIB
-            for mode in ("full", "none")
-        ]
-        step = published.estimated_step(point, student, teacher).total_s if point.step_s else None
-        table.add_row(
-            point.label,
-            str(point.sequence_length),
-            f"{point.published_gib:g}",
-            f"{peak:.1f} ({point.recompute})",
-            f"{peak / point.published_gib - 1:+.1%}",
-            *(f"{x / point.published_gib - 1:+.0%}" for x in others),
-            f"{point.step_s} s" if step else "",
-            f"{step:.1f} s ({step / point.step_s - 1:+.0%})" if step else "",
-        )
-    return table
-
-
-def assumptions(plan: Plan) -> list[str]:
+def assumptions(plan: RunPlan) -> list[str]:
     settings = plan.settings
     update = settings.value_bytes + settings.gradient_bytes + settings.state_bytes
     lines = [
         f"{update} bytes per parameter: weights {settings.value_bytes}, gradients "
-        f"{settings.gradient_bytes}, optimiser {settings.state_bytes}"
+        f"{settings.gradient_bytes}, optimizer {settings.state_bytes}"
         + (
-            " over the data-parallel ranks (distributed optimiser)"
+            " over the data-parallel ranks (distributed optimizer)"
             if settings.distributed_optimizer
             else ""
         ),
@@ -203,9 +100,6 @@ def assumptions(plan: Plan) -> list[str]:
         f"{settings.pipeline_parallel}, context {settings.context_parallel}, data "
         f"{settings.data_parallel}; {settings.micro_batches} micro-batch(es) of "
         f"{settings.micro_batch} per step",
-        "published runs: GB read as GiB; their recompute mode is assumed (in brackets), full at 8K "
-        "and none at 32K: no single mode explains both. One fitted constant: the published dense "
-        f"loss holds {published.DENSE_FP32_COPIES} fp32 copies of the logits (ours holds one)",
     ]
     if settings.lora is not None:
         adapters = adapter_parameters(plan.student, settings.lora, range(len(plan.student.layers)))

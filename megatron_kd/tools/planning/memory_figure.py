@@ -4,13 +4,13 @@ import os
 
 from matplotlib.figure import Figure
 
-from megatron_kd.tools.planning.memory import COMPONENTS, StageMemory
+from megatron_kd.tools.planning.stage_memory import COMPONENTS, StageMemory
 
 INK = "#1f2937"
 COLOURS = {
     "weights": "#1e3a8a",
     "gradients": "#2563eb",
-    "optimiser": "#93c5fd",
+    "optimizer": "#93c5fd",
     "teacher": "#7c3aed",
     "activations": "#059669",
     "logits": "#f59e0b",
@@ -28,13 +28,11 @@ def draw(
     limit_gib: float,
     limit_name: str,
     path: str | os.PathLike,
-    published_gib: dict[str, float] | None = None,
 ) -> None:
     """Writes the figure; the file's ending says in which format.
 
     Args:
         bars: Name of a bar to its memory.
-        published_gib: Name of a bar to a published peak, drawn as a marker.
     """
     figure = Figure(figsize=(max(7.5, 2.6 + 1.5 * len(bars)), 5.6), layout="constrained")
     axes = figure.subplots()
@@ -55,19 +53,6 @@ def draw(
     if tallest >= limit_gib:
         axes.axhline(limit_gib, color=INK, linestyle="--", linewidth=1)
         axes.text(len(names) - 0.5, limit_gib, f" {limit_name}", color=INK, va="bottom", ha="right")
-    if published_gib:
-        spots = [index for index, name in enumerate(names) if name in published_gib]
-        values = [published_gib[names[index]] for index in spots]
-        axes.scatter(
-            [index + 0.39 for index in spots],
-            values,
-            marker="D",
-            s=46,
-            color="white",
-            edgecolor=INK,
-            zorder=3,
-            label="published",
-        )
     axes.set(title=title, ylabel="peak memory per rank, GiB", ylim=(0, 1.12 * tallest))
     axes.tick_params(axis="x", labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)

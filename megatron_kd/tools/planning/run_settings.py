@@ -27,7 +27,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     sequence_length: int
     micro_batch: int = 1
     global_batch: int = 1
@@ -45,7 +45,7 @@ class Settings:
 
     gradient_bytes: int = 4
     state_bytes: int = 12
-    """Optimiser's bytes per parameter: fp32 main weights and states."""
+    """Optimizer's bytes per parameter: fp32 main weights and states."""
 
     distributed_optimizer: bool = False
     vocab_divisor: int = 128
@@ -100,7 +100,7 @@ class Settings:
 
 def from_config(
     config: DistillConfig, student: ModelShape, *, ranks: int | None, topk: int | None
-) -> Settings:
+) -> RunSettings:
     """The settings of a recipe; what it leaves open has the host's defaults.
 
     Raises:
@@ -115,7 +115,7 @@ def from_config(
     expert = model.get("expert_model_parallel_size") or 1
     sixteen = _sixteen_bit(config, model, student)
     manifest = split_manifest(config) or {}
-    return Settings(
+    return RunSettings(
         sequence_length=_sequence_length(config, model),
         micro_batch=train.get("micro_batch_size") or 1,
         global_batch=train.get("global_batch_size") or 1,

@@ -1,6 +1,6 @@
 """Peak memory of every pipeline stage, by component.
 
-    peak = weights + gradients + optimiser + teacher + cache buffers + activations
+    peak = weights + gradients + optimizer + teacher + cache buffers + activations
            + the larger of: logits and loss (last stage)  |  what one layer's backward pass adds
 
 All bytes are what the allocator gives out (`max_memory_allocated`).
@@ -12,12 +12,12 @@ from megatron_kd.tools.planning.activations import kept_by_layers
 from megatron_kd.tools.planning.adapters import adapter_parameters
 from megatron_kd.tools.planning.loss_memory import LossMemory, loss_memory, rank_vocab
 from megatron_kd.tools.planning.model_shape import ModelShape
-from megatron_kd.tools.planning.settings import Settings
+from megatron_kd.tools.planning.run_settings import RunSettings
 
 COMPONENTS = (
     "weights",
     "gradients",
-    "optimiser",
+    "optimizer",
     "teacher",
     "activations",
     "logits",
@@ -42,7 +42,7 @@ class StageMemory:
         return sum(self.parts.values())
 
 
-def implementation(settings: Settings) -> str:
+def implementation(settings: RunSettings) -> str:
     """The recipe's loss, told apart by mode."""
     online_dense = settings.mode == "online" and settings.loss.impl == "dense"
     return "online_dense" if online_dense else settings.loss.impl
@@ -50,7 +50,7 @@ def implementation(settings: Settings) -> str:
 
 def plan_memory(
     student: ModelShape,
-    settings: Settings,
+    settings: RunSettings,
     *,
     impl: str,
     gpu_bytes: int,
@@ -81,7 +81,7 @@ def peak_bytes(student, settings, **keywords) -> float:
 
 def longest_sequence(
     student: ModelShape,
-    settings: Settings,
+    settings: RunSettings,
     *,
     impl: str,
     gpu_bytes: int,
@@ -103,7 +103,7 @@ def longest_sequence(
     return low * step
 
 
-def stage_layers(shape: ModelShape, settings: Settings, stage: int):
+def stage_layers(shape: ModelShape, settings: RunSettings, stage: int):
     count, stages = len(shape.layers), settings.pipeline_parallel
     if count % (stages * settings.virtual_pipeline):
         raise ValueError(
@@ -115,7 +115,7 @@ def stage_layers(shape: ModelShape, settings: Settings, stage: int):
     return shape.layers[stage * each : (stage + 1) * each]
 
 
-def rank_parameters(shape: ModelShape, settings: Settings, stage: int) -> tuple[float, float]:
+def rank_parameters(shape: ModelShape, settings: RunSettings, stage: int) -> tuple[float, float]:
     """(parameters outside the experts, parameters of experts) on a rank of this stage."""
     layers = stage_layers(shape, settings, stage)
     last = stage == settings.pipeline_parallel - 1
@@ -127,7 +127,7 @@ def rank_parameters(shape: ModelShape, settings: Settings, stage: int) -> tuple[
     return common, sum(x.experts for x in layers) / over
 
 
-def trained_parameters(shape: ModelShape, settings: Settings, stage: int) -> tuple[float, float]:
+def trained_parameters(shape: ModelShape, settings: RunSettings, stage: int) -> tuple[float, float]:
     """As `rank_parameters`, of those that have gradients."""
     if settings.lora is None:
         return rank_parameters(shape, settings, stage)
@@ -136,7 +136,7 @@ def trained_parameters(shape: ModelShape, settings: Settings, stage: int) -> tup
     return adapter_parameters(shape, settings.lora, layers) / settings.tensor_parallel, 0.0
 
 
-def micro_batches_in_flight(settings: Settings, stage: int) -> float:
+def micro_batches_in_flight(settings: RunSettings, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once under (interleaved) 1F1B."""
     stages, chunks = settings.pipeline_parallel, settings.virtual_pipeline
     if chunks == 1:
@@ -145,7 +145,7 @@ def micro_batches_in_flight(settings: Settings, stage: int) -> float:
     return min(settings.micro_batches * chunks, warm_up + 1) / chunks
 
 
-def _stage(student, settings: Settings, stage, impl, teacher, loss: LossMemory) -> StageMemory:
+def _stage(student, settings: RunSettings, stage, impl, teacher, loss: LossMemory) -> StageMemory:
     trained = trained_parameters(student, settings, stage)
     held = sum(rank_parameters(student, settings, stage))
     if settings.lora is not None:
@@ -153,7 +153,7 @@ def _stage(student, settings: Settings, stage, impl, teacher, loss: LossMemory) 
     parts = dict.fromkeys(COMPONENTS, 0.0)
     parts["weights"] = held * settings.value_bytes
     parts["gradients"] = sum(trained) * settings.gradient_bytes
-    parts["optimiser"] = settings.state_bytes * _optimiser_parameters(settings, *trained)
+    parts["optimizer"] = settings.state_bytes * _optimizer_parameters(settings, *trained)
     if impl in ONLINE:
         parts["teacher"] = sum(rank_parameters(teacher, settings, stage)) * settings.value_bytes
     layers = stage_layers(student, settings, stage)
@@ -172,7 +172,7 @@ def _stage(student, settings: Settings, stage, impl, teacher, loss: LossMemory) 
     return StageMemory(stage, parts)
 
 
-def _optimiser_parameters(settings: Settings, common: float, experts: float) -> float:
+def _optimizer_parameters(settings: RunSettings, common: float, experts: float) -> float:
     if not settings.distributed_optimizer:
         return common + experts
     replicas = settings.data_parallel * settings.context_parallel

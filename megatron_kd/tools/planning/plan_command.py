@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_kd.config import DistillConfig, from_recipe
-from megatron_kd.tools.planning import published, report
-from megatron_kd.tools.planning.figure import draw
+from megatron_kd.tools.planning import plan_tables
 from megatron_kd.tools.planning.gpus import GPUS, gpu
-from megatron_kd.tools.planning.memory import ONLINE
-from megatron_kd.tools.planning.model_shape import ModelShape, shape_of_directory
-from megatron_kd.tools.planning.settings import from_config, split_manifest
+from megatron_kd.tools.planning.model_shape import shape_of_directory
+from megatron_kd.tools.planning.run_plan import RunPlan
+from megatron_kd.tools.planning.run_settings import from_config, split_manifest
+from megatron_kd.tools.planning.stage_memory import ONLINE
 from megatron_kd.tools.planning.time_cost import (
     EFFICIENCY,
     cache_bytes_per_position,
@@ -43,9 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the GPU's peak (default 0.45)",
     )
     parser.add_argument("--png", metavar="FILE", help="also draw the memory as stacked bars")
-    parser.add_argument(
-        "--published", action="store_true", help="with --png: draw the published runs instead"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,39 +51,35 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(width=LINE_WIDTH)
     _print_models(console, plan)
-    console.print(report.by_implementation(plan))
+    console.print(plan_tables.by_implementation(plan))
     if plan.settings.pipeline_parallel > 1:
-        console.print(report.by_stage(plan))
-    console.print(report.by_recompute(plan))
+        console.print(plan_tables.by_stage(plan))
+    console.print(plan_tables.by_recompute(plan))
     for line in data_lines(plan, config, args):
         console.print(line, highlight=False)
-    shapes = published.shapes()
-    console.print(report.beside_published(*shapes))
     console.print("[bold]Assumptions[/bold]")
-    for line in report.assumptions(plan):
+    for line in plan_tables.assumptions(plan):
         console.print(f"  • {line}", highlight=False)
     if args.png:
-        _draw_published(args.png, shapes) if args.published else _draw_plan(args, plan)
+        _draw_plan(args.png, plan)
         console.print(f"figure: {args.png}", highlight=False, soft_wrap=True)
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> tuple[report.Plan, DistillConfig]:
+def make_plan(args: argparse.Namespace) -> tuple[RunPlan, DistillConfig]:
     for name in ("ranks", "topk"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be 1 or more, not {value}")
     if not 0 < args.efficiency <= 1:
         raise ValueError(f"--efficiency must lie in (0, 1], not {args.efficiency}")
-    if args.published and not args.png:
-        raise ValueError("--published says what to draw; give --png FILE too")
     chosen = gpu(args.gpu)
     config = from_recipe(args.recipe, args.overrides)
     student = shape_of_directory(config.student.hf_path, "student")
     directory = args.teacher or config.teacher.hf_path
     teacher = shape_of_directory(directory, "teacher") if directory else None
     settings = from_config(config, student, ranks=args.ranks, topk=args.topk)
-    plan = report.Plan(student, teacher, settings, chosen, args.efficiency)
+    plan = RunPlan(student, teacher, settings, chosen, args.efficiency)
     # Fails here, with its reason, if layers or the codec do not fit.
     plan.stages(plan.impl)
     cache_bytes_per_position(student.vocab_size, settings.topk, args.codec)
@@ -102,7 +95,7 @@ class DataSize:
     source: str
 
 
-def data_size(plan: report.Plan, config: DistillConfig) -> DataSize:
+def data_size(plan: RunPlan, config: DistillConfig) -> DataSize:
     """Of the prepared data or cache where it is there; else the most that training would read."""
     length = plan.settings.sequence_length
     found = [m for split in SPLITS if (m := split_manifest(config, split)) is not None]
@@ -114,7 +107,7 @@ def data_size(plan: report.Plan, config: DistillConfig) -> DataSize:
     return DataSize(samples, samples * length, "train_iters × global_batch_size, all supervised")
 
 
-def data_lines(plan: report.Plan, config: DistillConfig, args) -> list[str]:
+def data_lines(plan: RunPlan, config: DistillConfig, args) -> list[str]:
     size, settings = data_size(plan, config), plan.settings
     tokens = size.samples * settings.sequence_length
     each = cache_bytes_per_position(plan.student.vocab_size, settings.topk, args.codec)
@@ -141,7 +134,7 @@ def data_lines(plan: report.Plan, config: DistillConfig, args) -> list[str]:
     return lines
 
 
-def _print_models(console: Console, plan: report.Plan) -> None:
+def _print_models(console: Console, plan: RunPlan) -> None:
     for role, shape in (("student", plan.student), ("teacher", plan.teacher)):
         if shape is not None:
             console.print(
@@ -152,7 +145,9 @@ def _print_models(console: Console, plan: report.Plan) -> None:
             )
 
 
-def _draw_plan(args, plan: report.Plan) -> None:
+def _draw_plan(path: str, plan: RunPlan) -> None:
+    from megatron_kd.tools.planning.memory_figure import draw
+
     bars = {impl: plan.fullest(impl) for impl in plan.impls}
     order = [impl for impl in ONLINE if impl in bars] + [x for x in bars if x not in ONLINE]
     settings = plan.settings
@@ -162,24 +157,7 @@ def _draw_plan(args, plan: report.Plan) -> None:
         f"recompute {settings.recompute.mode}",
         limit_gib=plan.gpu.memory_gib,
         limit_name=plan.gpu.name,
-        path=args.png,
-    )
-
-
-def _draw_published(path: str, shapes: tuple[ModelShape, ModelShape]) -> None:
-    bars, peaks = {}, {}
-    for point in published.POINTS:
-        name = point.label.split(" (")[0].replace("-", "-\n")
-        name += f"\n{point.sequence_length // 1024}K, recompute {point.recompute}"
-        bars[name] = published.estimate(point, *shapes)
-        peaks[name] = point.published_gib
-    draw(
-        bars,
-        title="Estimates and published peaks: 3.23B student of Llama-3.1-8B",
-        limit_gib=published.SOURCE_GPU.memory_gib,
-        limit_name=published.SOURCE_GPU.name,
         path=path,
-        published_gib=peaks,
     )
 
 
