@@ -152,7 +152,7 @@ def select_weight(
 
     Args:
         weight: The teacher's parameter, one axis per letter of `axes`.
-        axes: Letters of `layout`.
+        axes: Letters of `parameter_axes`.
         position: The student's layer number, None outside the layers.
 
     Returns:
@@ -168,12 +168,12 @@ def select_weight(
 def _index(
     letter: str, selection: Selection, teacher: TeacherShape, position: int | None
 ) -> np.ndarray | None:
-    if letter == "D":
+    if letter == "h":
         return np.asarray(selection.hidden)
-    if letter == "F":
+    if letter == "f":
         return np.asarray(selection.ffn[position])
-    if letter in "GH":
-        width = teacher.head_dim * (teacher.heads_per_group if letter == "H" else 1)
+    if letter in "gq":
+        width = teacher.head_dim * (teacher.heads_per_group if letter == "q" else 1)
         groups = np.asarray(selection.kv_groups[position])
         return (groups[:, None] * width + np.arange(width)).reshape(-1)
     return None

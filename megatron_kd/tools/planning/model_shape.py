@@ -1,15 +1,17 @@
 """A model's sizes from its Hugging Face configuration: no weights, no host.
 
-Parameters are counted on the architecture itself, built on PyTorch's meta device, which allocates
-nothing.
+The parameters of dense decoders like Llama's are counted from config.json alone, which imports
+neither PyTorch nor transformers. All other architectures are built by transformers on PyTorch's
+meta device, which allocates nothing, and counted there.
 """
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-import torch
+from megatron_kd.models.parameter_axes import count, sizes_in_layer
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _UNKNOWN_ATTENTION = ("kv_lora_rank", "linear_num_value_heads", "mamba_num_heads", "ssm_state_size")
@@ -35,7 +37,7 @@ class ModelShape:
     name: str
     hidden_size: int
     ffn_size: int
-    """Of a dense layer."""
+    """Feed-forward width of a layer without experts."""
 
     heads: int
     kv_heads: int
@@ -49,8 +51,8 @@ class ModelShape:
     final: int
     """Parameters after the last layer, other than the output matrix."""
 
-    dtype: torch.dtype
-    """Of the checkpoint, as its configuration says."""
+    dtype: str
+    """The checkpoint's, as its configuration says: "bfloat16", "float16" or "float32"."""
 
     experts: int = 0
     experts_per_token: int = 0
@@ -80,8 +82,6 @@ def shape_of_directory(path: str | Path, role: str) -> ModelShape:
     Raises:
         ValueError: There is no config.json, or the architecture is not one this plan knows.
     """
-    from transformers import AutoConfig
-
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -89,11 +89,20 @@ def shape_of_directory(path: str | Path, role: str) -> ModelShape:
             "`megatron-kd init-student`, or give the directory of a downloaded model (weights are "
             "not needed)"
         )
+    name = Path(path).resolve().name
     try:
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        shapes = sizes_in_layer(content)
+        if shapes is not None:
+            return _shape(SimpleNamespace(**content), name, _count_dense(content, shapes))
+        from transformers import AutoConfig
+
         config = AutoConfig.from_pretrained(str(path))
     except (ValueError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not a model configuration: {error}") from error
-    return shape_of_config(config, name=Path(path).resolve().name)
+    return shape_of_config(config, name)
 
 
 def shape_of_config(config, name: str) -> ModelShape:
@@ -104,8 +113,12 @@ def shape_of_config(config, name: str) -> ModelShape:
     """
     config = config.get_text_config()
     _refuse_unknown(config, name)
+    return _shape(config, name, _count(config, name))
+
+
+def _shape(config, name: str, counted: dict) -> ModelShape:
+    """config: Anything with a configuration's fields as attributes."""
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
-    counted = _count(config, name)
     heads = config.num_attention_heads
     activation = _first(config, "hidden_act", "hidden_activation", "activation_function") or "silu"
     expert_ffn = _first(config, "moe_intermediate_size") or config.intermediate_size
@@ -151,11 +164,19 @@ def _first(config, *keys):
     return next((v for key in keys if (v := getattr(config, key, None)) is not None), None)
 
 
-def _dtype(config) -> torch.dtype:
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    return dtype or torch.float32
+def _dtype(config) -> str:
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def _count_dense(content: dict, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """`layers`, `final` and `tied` of a dense decoder from the shapes of one layer."""
+    layer = LayerShape(count(shapes, matrices=True), count(shapes, matrices=False))
+    return dict(
+        layers=(layer,) * content["num_hidden_layers"],
+        final=content["hidden_size"],
+        tied=bool(content.get("tie_word_embeddings")),
+    )
 
 
 def _count(config, name: str) -> dict:
@@ -181,7 +202,7 @@ def _count(config, name: str) -> dict:
 
 
 def _division(key: str, parameter) -> int:
-    """0 sharded, 1 replicated, 2 experts."""
+    """Which field of `LayerShape` counts a parameter: 0 sharded, 1 replicated, 2 experts."""
     if ".experts." in key:
         return 2
     router = re.search(r"\.(router|gate)\.[a-z_]+$", key) is not None
@@ -189,6 +210,7 @@ def _division(key: str, parameter) -> int:
 
 
 def _meta_model(config, name: str):
+    import torch
     from transformers import AutoModelForCausalLM
 
     try:

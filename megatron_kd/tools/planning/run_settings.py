@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from megatron_kd.config import DistillConfig, LoraConfig, LossConfig
 from megatron_kd.tools.planning.model_shape import ModelShape
 
@@ -209,7 +207,7 @@ def _sixteen_bit(config: DistillConfig, model: Mapping, student: ModelShape) -> 
     for section in (precision or {}, model):
         if section.get("bf16") or section.get("fp16"):
             return True
-    return student.dtype in (torch.bfloat16, torch.float16)
+    return student.dtype in ("bfloat16", "float16")
 
 
 def _fp32_reduction(config: DistillConfig, ddp: Mapping) -> bool:

@@ -45,7 +45,7 @@ SMALL = ModelShape(
     gated=True,
     layers=(LayerShape(sharded=640, replicated=16),) * 2,
     final=8,
-    dtype=torch.bfloat16,
+    dtype="bfloat16",
 )
 
 
