@@ -6,17 +6,16 @@ must agree on), the shards, and while it is being written one small entry file p
 `manifest.json` comes last and makes it a cache.
 """
 
-import hashlib
 import json
-import os
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
+
+from megatron_kd.files import canonical_json, sha256_json
 
 FORMAT = "megatron-kd cache"
 VERSION = 1
@@ -32,20 +31,10 @@ SHARD_PATTERN = re.compile(r"shard-(\d{6,9})\.safetensors")
 UNBOUND = ("fingerprint", "origin", "checksum")  # keys of the manifest that its fingerprint omits
 MAX_JSON_BYTES = 1 << 28
 MAX_SAMPLE_SLOTS = 1 << 30  # tokens × K of one sample, which is what a reader allocates
-HASH_BLOCK_BYTES = 1 << 22
 
 
 class CacheError(ValueError):
     """A cache, or what was to go into one, is not what it must be; the message says what to do."""
-
-
-def canonical_json(value: Any) -> str:
-    """The one text that stands for a JSON value: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def sha256_json(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def token_hash(tokens_bytes: bytes) -> int:
@@ -286,46 +275,6 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     return parse_json(read_text(path), str(path))
-
-
-def publish(path: Path, payload: bytes | memoryview) -> None:
-    """Writes a file so that it is either whole and on disk under its name, or not there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except FileNotFoundError:  # swept by a worker that found everything finished, this file too
-        if not path.exists():
-            raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_checksum(path: Path) -> str:
-    """xxh3_128 of a file."""
-    with open(path, "rb", buffering=0) as file:
-        return stream_checksum(file)
-
-
-def stream_checksum(file: BinaryIO) -> str:
-    """xxh3_128 of what is left of a stream, read in blocks: it is never resident as a whole."""
-    digest = xxhash.xxh3_128()
-    while block := file.read(HASH_BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _finite(text: str) -> float:

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_kd.cache.figure import draw
-from megatron_kd.cache.format import CacheError, canonical_json
+from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.statistics import CacheStatistics, cache_statistics
 from megatron_kd.cache.verify import find_caches
+from megatron_kd.files import canonical_json
 
 MASS_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 SHOWN_CANDIDATES = 5

@@ -15,15 +15,10 @@ from megatron_kd.cache.format import (
     CacheError,
     CacheSpec,
     ShardEntry,
-    file_checksum,
     token_hash,
 )
-from megatron_kd.cache.shard import (
-    MAX_HEADER_BYTES,
-    from_bfloat16,
-    parse_header,
-    unpack_tokens,
-)
+from megatron_kd.cache.shard import from_bfloat16, parse_header, unpack_tokens
+from megatron_kd.files import MAX_HEADER_BYTES, file_checksum, map_tensors
 
 # a look-up is faster than a cast
 HALF_TO_FLOAT = np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
@@ -53,8 +48,8 @@ class MappedShard:
                         "truncated or replaced; `megatron-kd verify --repair` captures it again"
                     )
                 start = file.read(8 + MAX_HEADER_BYTES)
-                head, placed = parse_header(path, start, file_bytes, spec)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                head, places = parse_header(path, start, file_bytes, spec)
+                self._tensors, self._map = map_tensors(file, places)
         except FileNotFoundError as error:
             raise CacheError(
                 f"{path} is missing; `megatron-kd verify --repair` captures it again"
@@ -68,10 +63,6 @@ class MappedShard:
                 f"{path} is shard {head.shard} with samples from {head.first_sample}, in place of "
                 f"shard {entry.shard} with samples from {entry.first_sample}"
             )
-        self._tensors = {
-            name: np.ndarray(shape, dtype, self._map, offset)
-            for name, (dtype, shape, offset) in placed.items()
-        }
         self._offsets = self._checked_offsets()
 
     def _checked_offsets(self) -> dict[str, np.ndarray]:

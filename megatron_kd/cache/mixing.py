@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_kd.cache.format import CacheError, canonical_json, sha256_json
+from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CachedSample, CacheReader
+from megatron_kd.files import canonical_json, sha256_json
 
 SHARED_KEYS = ("tokenizer", "vocab_size", "packing")
 

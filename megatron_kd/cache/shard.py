@@ -5,27 +5,17 @@ Letters: S samples, T tokens, R stored rows, E stored entries, D hidden size, al
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
 
-from megatron_kd.cache.format import FORMAT, VERSION, CacheError, CacheSpec, canonical_json
+from megatron_kd.cache.format import FORMAT, VERSION, CacheError, CacheSpec
+from megatron_kd.files import SafetensorsError, SafetensorsHeader, TensorPlace, canonical_json
 
 METADATA_KEY = "megatron_kd"
-MAX_HEADER_BYTES = 1 << 20
-DTYPES = {  # the names safetensors uses, little-endian
-    "U8": np.dtype("u1"),
-    "U16": np.dtype("<u2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # raw halves: numpy has no bfloat16
-    "F32": np.dtype("<f4"),
-}
+OPTIONAL = frozenset({"counts"})  # left out where every row has K candidates
 HIDDEN_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -107,25 +97,23 @@ def _rename_dtype(payload: bytes, name: str, dtype: str) -> bytes:
     return len(text).to_bytes(8, "little") + text + payload[8 + length :]
 
 
-def parse_header(path: Path, start: bytes, file_bytes: int, spec: CacheSpec):
+def parse_header(
+    path: Path, start: bytes, file_bytes: int, spec: CacheSpec
+) -> tuple[ShardHead, dict[str, TensorPlace]]:
     """Checks a shard's header against its cache and its size before any tensor is touched.
 
     Args:
         start: The file's leading bytes; 8 + MAX_HEADER_BYTES of them are always enough.
 
-    Returns:
-        (ShardHead, {name: (numpy dtype, shape, offset in the file)})
+    Raises:
+        CacheError: It is not a shard of this cache; the message names the path.
     """
-    length = int.from_bytes(start[:8], "little")
-    if file_bytes < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise CacheError(
-            f"{path}: not a whole safetensors file ({file_bytes} bytes, header of {length})"
-        )
     try:
-        header = json.loads(start[8 : 8 + length].decode("utf-8"))
-        text = header.pop("__metadata__")[METADATA_KEY]
-        head = json.loads(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        header = SafetensorsHeader.parse(start, file_bytes)
+        head = json.loads(header.metadata[METADATA_KEY])
+    except SafetensorsError as error:
+        raise CacheError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CacheError(f"{path}: not a shard of a {FORMAT}: its header cannot be read") from error
     names = {"format", "version", "shard", "first_sample", "samples", "spec"}
     if not isinstance(head, dict) or set(head) != names or head["format"] != FORMAT:
@@ -137,54 +125,12 @@ def parse_header(path: Path, start: bytes, file_bytes: int, spec: CacheSpec):
         raise CacheError(f"{path}: shard and sample numbers must be counts, got {counts}")
     if head["spec"] != spec.fingerprint:
         raise CacheError(f"{path} belongs to another cache: teacher, data or settings differ")
-    tensors = _check_tensors(path, header, file_bytes - 8 - length, spec, head["samples"])
-    placed = {name: (dtype, shape, 8 + length + at) for name, (dtype, shape, at) in tensors.items()}
-    return ShardHead(head["shard"], head["first_sample"], head["samples"], head["spec"]), placed
-
-
-def _check_tensors(
-    path: Path, header: dict, data_bytes: int, spec: CacheSpec, samples: int
-) -> dict:
-    expected = layout(spec)
-    if set(header) - {"counts"} != set(expected) - {"counts"}:
-        odd = sorted(set(header) ^ set(expected) - {"counts"})
-        raise CacheError(f"{path}: its tensors are not those of this cache; differing: {odd}")
-    lengths: dict[str, int] = {"S": samples, "S+1": samples + 1}
-    placed, spans = {}, []
-    for name, values in header.items():
-        dtype_name, shape = expected[name]
-        try:
-            got_dtype, got_shape, (begin, end) = (
-                values["dtype"],
-                values["shape"],
-                values["data_offsets"],
-            )
-            sizes_ok = all(type(x) is int and 0 <= x < 1 << 62 for x in [*got_shape, begin, end])
-        except (TypeError, KeyError, ValueError) as error:
-            raise CacheError(f"{path}: the entry of tensor {name} is malformed") from error
-        if not sizes_ok or got_dtype != dtype_name or len(got_shape) != len(shape):
-            raise CacheError(
-                f"{path}: tensor {name} must be {dtype_name} {shape}, got {got_dtype} {got_shape}"
-            )
-        for want, size in zip(shape, got_shape, strict=True):
-            want = lengths.setdefault(want, size) if isinstance(want, str) else want
-            if size != want:
-                raise CacheError(
-                    f"{path}: tensor {name} must be {shape} ({lengths}), got {got_shape}"
-                )
-        dtype = DTYPES[dtype_name]
-        if end > data_bytes or end - begin != math.prod(got_shape) * dtype.itemsize:
-            raise CacheError(f"{path}: tensor {name} does not fit its place {begin} to {end}")
-        placed[name] = (dtype, tuple(got_shape), begin)
-        spans.append((begin, end))
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            raise CacheError(f"{path}: tensors overlap or leave a gap at byte {at}")
-        at = end
-    if at != data_bytes:
-        raise CacheError(f"{path}: {data_bytes - at} bytes belong to no tensor")
-    return placed
+    samples = head["samples"]
+    try:
+        places = header.place(layout(spec), {"S": samples, "S+1": samples + 1}, OPTIONAL)
+    except SafetensorsError as error:
+        raise CacheError(f"{path}: {error}") from error
+    return ShardHead(head["shard"], head["first_sample"], samples, head["spec"]), places
 
 
 def pack_tokens(tokens: np.ndarray, spec: CacheSpec) -> np.ndarray:

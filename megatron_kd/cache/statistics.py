@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CacheReader
-from megatron_kd.cache.shard import MAX_HEADER_BYTES, parse_header
+from megatron_kd.cache.shard import parse_header
+from megatron_kd.files import MAX_HEADER_BYTES
 
 # What a tensor's bytes are spent on, for the breakdown
 GROUPS = {
@@ -112,14 +113,13 @@ def _bytes_per_position(reader: CacheReader) -> dict[str, float]:
         path = reader.shard_path(entry)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            _, tensors = parse_header(path, file.read(8 + MAX_HEADER_BYTES), size, reader.spec)
+            _, places = parse_header(path, file.read(8 + MAX_HEADER_BYTES), size, reader.spec)
         rest = size
-        for name, (dtype, shape, _) in tensors.items():
+        for name, place in places.items():
             group = "log normalisers" if name.startswith("log_z.") else GROUPS.get(name)
             if group:
-                tensor_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                spent[group] += tensor_bytes
-                rest -= tensor_bytes
+                spent[group] += place.bytes
+                rest -= place.bytes
         spent["the rest"] += rest
     positions = reader.manifest["positions"]
     return {group: count / positions for group, count in spent.items()}

@@ -19,14 +19,12 @@ from megatron_kd.cache.format import (
     CacheError,
     CacheSpec,
     ShardEntry,
-    canonical_json,
     parse_manifest,
-    publish,
-    stream_checksum,
 )
 from megatron_kd.cache.reader import CacheReader
-from megatron_kd.cache.shard import MAX_HEADER_BYTES, parse_header
+from megatron_kd.cache.shard import parse_header
 from megatron_kd.cache.storage import Directory, Remote, is_remote, open_storage
+from megatron_kd.files import MAX_HEADER_BYTES, canonical_json, publish, stream_checksum
 
 BROKEN_SUFFIX = ".broken"
 

@@ -24,15 +24,14 @@ from megatron_kd.cache.format import (
     CacheSpec,
     ShardEntry,
     build_manifest,
-    canonical_json,
     check_contiguous,
     parse_manifest,
-    publish,
     read_json,
     read_text,
 )
 from megatron_kd.cache.sample import ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
+from megatron_kd.files import canonical_json, publish
 
 DEFAULT_SHARD_POSITIONS = 1 << 17  # about 35 MB compact
 

@@ -13,21 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.format import sha256_json
+from megatron_kd.files import (
+    MAX_HEADER_BYTES,
+    SafetensorsError,
+    SafetensorsHeader,
+    TensorLayout,
+    map_tensors,
+    sha256_json,
+)
 
 FORMAT = "megatron-kd sequences"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
 PACKINGS = ("none", "naive", "block")
-MAX_HEADER_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 26
 
-TENSORS = {  # name: (safetensors dtype, numpy dtype, shape)
-    "tokens": ("I32", np.dtype("<i4"), "T"),
-    "loss_mask": ("U8", np.dtype("u1"), "T"),
-    "token_offsets": ("I64", np.dtype("<i8"), "S+1"),
-    "document_bounds": ("I32", np.dtype("<i4"), "B"),
-    "bound_offsets": ("I64", np.dtype("<i8"), "S+1"),
+TENSORS: dict[str, TensorLayout] = {
+    "tokens": ("I32", ("T",)),
+    "loss_mask": ("U8", ("T",)),
+    "token_offsets": ("I64", ("S+1",)),
+    "document_bounds": ("I32", ("B",)),
+    "bound_offsets": ("I64", ("S+1",)),
 }
 _BOUND = (  # manifest keys and their types; everything else in a manifest is for people
     ("split", str),
@@ -136,40 +142,18 @@ def map_shard(path: Path, shard: Shard) -> dict[str, np.ndarray]:
             f"{path} has {path.stat().st_size} bytes, its manifest says {shard.bytes}; "
             "prepare the data again"
         )
+    lengths = {"S": shard.samples, "S+1": shard.samples + 1}
     with open(path, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, shard.bytes - 8):
-            raise SequencesError(f"{path}: a header of {header_bytes} bytes cannot be right")
         try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            places = {name: _place(name, header[name]) for name in TENSORS}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise SequencesError(f"{path}: its header cannot be read: {error}") from error
-    start, data_bytes = 8 + header_bytes, shard.bytes - 8 - header_bytes
-    if set(header) != set(TENSORS):
-        raise SequencesError(f"{path}: unknown tensors {sorted(set(header) - set(TENSORS))}")
-    whole = np.memmap(path, np.uint8, mode="r")
-    lengths, tensors = {"S+1": shard.samples + 1}, {}
-    for name, (length, begin, end) in places.items():
-        dtype, letter = TENSORS[name][1], TENSORS[name][2]
-        fits = 0 <= begin and end <= data_bytes and end - begin == length * dtype.itemsize
-        if not fits or lengths.setdefault(letter, length) != length:
-            raise SequencesError(f"{path}: tensor {name} does not fit its place")
-        tensors[name] = whole[start + begin : start + end].view(dtype)
-    _check_offsets(path, tensors["token_offsets"], lengths["T"])
-    _check_offsets(path, tensors["bound_offsets"], lengths["B"])
+            header = SafetensorsHeader.parse(file.read(8 + MAX_HEADER_BYTES), shard.bytes)
+            tensors, _ = map_tensors(file, header.place(TENSORS, lengths))
+        except SafetensorsError as error:
+            raise SequencesError(f"{path}: {error}; prepare the data again") from error
+    tokens, bounds = tensors["tokens"].size, tensors["document_bounds"].size
+    _check_offsets(path, tensors["token_offsets"], tokens)
+    _check_offsets(path, tensors["bound_offsets"], bounds)
     _check_bounds(path, tensors)
     return tensors
-
-
-def _place(name: str, entry: dict) -> tuple[int, int, int]:
-    (length,), (begin, end) = entry["shape"], entry["data_offsets"]
-    if entry["dtype"] != TENSORS[name][0]:
-        raise ValueError(f"tensor {name} must be {TENSORS[name][0]}, got {entry['dtype']}")
-    if not all(type(value) is int and 0 <= value < 1 << 62 for value in (length, begin, end)):
-        raise ValueError(f"tensor {name} has impossible sizes")
-    return length, begin, end
 
 
 def _check_offsets(path: Path, offsets: np.ndarray, length: int) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from megatron_kd.cache.format import canonical_json, file_checksum
 from megatron_kd.data.sequence_format import (
     FORMAT,
     MANIFEST_NAME,
@@ -25,6 +24,7 @@ from megatron_kd.data.sequence_format import (
     shard_name,
     with_fingerprint,
 )
+from megatron_kd.files import SAFETENSORS_DTYPES, canonical_json, file_checksum
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,11 @@ class SequenceWriter:
         arrays["bound_offsets"] = _offsets(parts["document_bounds"])
         name = shard_name(len(self._shards))
         path = self.folder / name
-        safetensors.numpy.save_file(
-            {key: arrays[key].astype(dtype) for key, (_, dtype, _) in TENSORS.items()}, path
-        )
+        typed = {
+            key: arrays[key].astype(SAFETENSORS_DTYPES[dtype])
+            for key, (dtype, _) in TENSORS.items()
+        }
+        safetensors.numpy.save_file(typed, path)
         self._shards.append(
             {
                 "file": name,

@@ -6,11 +6,11 @@ A mismatch would train on the wrong rows without an error; here it is one senten
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 from megatron_kd.config import DistillConfig
 from megatron_kd.data.document_layout import DocumentLayout
+from megatron_kd.files import publish
 from megatron_kd.typed_mapping import ConfigError
 
 IDENTITY = "run_identity.json"
@@ -74,10 +74,8 @@ def record_identity(config: DistillConfig, container) -> None:
     """Write the run's identity beside its checkpoints, by rename; one rank calls it."""
     path = Path(config.output_dir) / IDENTITY
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
     record = identity(config, container, container.dataset.open("train"))
-    temporary.write_text(json.dumps(record, indent=1))
-    os.replace(temporary, path)
+    publish(path, json.dumps(record, indent=1))
 
 
 def fingerprint(source) -> str:

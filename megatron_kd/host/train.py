@@ -18,6 +18,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.utils import unwrap_model
 
 from megatron_kd.config import DistillConfig
+from megatron_kd.files import publish
 from megatron_kd.host import checks as compatibility
 from megatron_kd.host import container as host_config
 from megatron_kd.host.callbacks import best_checkpoint as selection
@@ -106,9 +107,7 @@ def save_resolved(config: DistillConfig, container: ConfigContainer) -> Path:
     """Write the resolved configuration beside the checkpoints, by rename."""
     path = Path(config.output_dir) / RESOLVED_CONFIG
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(resolved(config, container), sort_keys=False))
-    os.replace(temporary, path)
+    publish(path, yaml.safe_dump(resolved(config, container), sort_keys=False))
     return path
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_kd.files import file_checksum
 from megatron_kd.teacher.engines.base import EngineError
 
-_READ_BYTES = 8 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Not part of what a model computes, and rewritten by tools that only load and save it.
@@ -94,8 +94,4 @@ def licence_of(path: str | os.PathLike) -> str | None:
 
 @functools.lru_cache(maxsize=4096)  # the splits of one capture share a teacher
 def _file_digest(path: Path, mtime_ns: int) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_checksum(path)

@@ -5,7 +5,6 @@ an ordinary model.
 """
 
 import argparse
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from huggingface_hub.repocard import metadata_save
 
-from megatron_kd.data.publish import published_directory
+from megatron_kd.files import file_sha256, published_directory
 
 PROVENANCE = "import.json"
 CONVERTER = 4
@@ -89,9 +88,9 @@ def import_gguf(
     provenance = {
         "converter": CONVERTER,
         "source": gguf_file.name,
-        "sha256": _sha256(gguf_file),
+        "sha256": file_sha256(gguf_file),
         "dtype": dtype,
-        "tokenizer": _sha256(Path(tokenizer) / "tokenizer.json") if tokenizer else None,
+        "tokenizer": file_sha256(Path(tokenizer) / "tokenizer.json") if tokenizer else None,
     }
     if not overwrite and _read_json(output / PROVENANCE) == provenance:
         return output
@@ -109,14 +108,6 @@ def import_gguf(
             metadata_save(folder / "README.md", {"license": fields["general.license"]})
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
     return output
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict | None:

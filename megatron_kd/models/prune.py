@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megatron_kd.data.publish import published_directory
+from megatron_kd.files import published_directory
 from megatron_kd.models.channels import Selection, TeacherShape, select_weight
 from megatron_kd.models.fingerprint import model_fingerprint
 from megatron_kd.models.parameter_axes import locate

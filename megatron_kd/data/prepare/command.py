@@ -10,16 +10,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron_kd.cache.format import sha256_json
 from megatron_kd.data.prepare.chat import ASSISTANT_TURNS, ChatRules
 from megatron_kd.data.prepare.documents import DocumentTokenizer, default_bos, tokenizer_hash
 from megatron_kd.data.prepare.packing import OVERLONG, Piece, assemble, best_fit, cut
 from megatron_kd.data.prepare.records import FIELDS, read_records
 from megatron_kd.data.prepare.split import validation_documents
 from megatron_kd.data.prepare.spool import DocumentSpool
-from megatron_kd.data.publish import published_directory
 from megatron_kd.data.sequence_format import PACKINGS
 from megatron_kd.data.sequences import SequenceWriter
+from megatron_kd.files import published_directory, sha256_json
 
 DEFAULT_OVERLONG = {"text": "split", "messages": "truncate", "tokens": "split"}
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_kd.cache.format import sha256_json
 from megatron_kd.data.prepare.chat import ChatRules, ChatTokenizer
 from megatron_kd.data.prepare.records import Record
+from megatron_kd.files import sha256_json
 
 _BATCH_RECORDS = 256
 _PROBE = "Naïve  test:\n\tx = 1234.5e-6  # 東京 — don't\r\n"

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from megatron_kd.config import SelectionConfig
+from megatron_kd.files import publish
 from megatron_kd.host.export import BEST_FILE
 from megatron_kd.metrics_file import FILE_NAME, curve, read_metrics
 from megatron_kd.typed_mapping import ConfigError
@@ -49,9 +49,7 @@ class SelectBest(Callback):
         best = best_of(self.history, self.config.min_improvement)
         if torch.distributed.get_rank() == 0:
             record = {"iteration": best, LOSS: self.history[best]}
-            temporary = self.directory / f"{BEST_FILE}.tmp"
-            temporary.write_text(json.dumps(record) + "\n")
-            os.replace(temporary, self.directory / BEST_FILE)
+            publish(self.directory / BEST_FILE, json.dumps(record) + "\n")
         self._stop_without_progress(context)
 
     def _stop_without_progress(self, context: CallbackContext) -> None:

@@ -8,7 +8,6 @@ can be compared to the bit.
 """
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from tqdm import tqdm
 
+from megatron_kd.files import publish
 from megatron_kd.host.step.offline import DataWait
 from megatron_kd.metrics_file import FILE_NAME, PEAK_MEMORY, read_metrics
 
@@ -136,9 +136,7 @@ def keep_until(path: Path, iteration: int) -> None:
     if not path.exists():
         return
     kept = [r for r in read_metrics(path.parent) if 0 < iteration and r["iteration"] <= iteration]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(temporary, path)
+    publish(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _log(state, values: dict[str, float], step: int) -> None:

@@ -20,7 +20,6 @@ from megatron_kd.cache.format import (
     MANIFEST_NAME,
     CacheError,
     parse_manifest,
-    publish,
     read_text,
 )
 from megatron_kd.cache.writer import (
@@ -30,6 +29,7 @@ from megatron_kd.cache.writer import (
     publish_manifest,
     reopen,
 )
+from megatron_kd.files import publish
 from megatron_kd.teacher.capture.plan import SampleRows, pieces
 from megatron_kd.teacher.capture.progress import CaptureProgress
 from megatron_kd.teacher.capture.setting import CaptureJob, Setting, resolve

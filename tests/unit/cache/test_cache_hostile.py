@@ -11,10 +11,10 @@ import pytest
 from cache_samples import make_sample, make_samples, write_cache
 
 from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
-from megatron_kd.cache.format import canonical_json, file_checksum, seal, sha256_json
+from megatron_kd.cache.format import seal
 from megatron_kd.cache.sample import Sample
-from megatron_kd.cache.shard import DTYPES
 from megatron_kd.cache.writer import open_directory, publish_manifest
+from megatron_kd.files import SAFETENSORS_DTYPES, canonical_json, file_checksum, sha256_json
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_shard_headers(path, change, message):
 def edit_tensor(name, edit):
     def change(header, data):
         begin, end = header[name]["data_offsets"]
-        values = np.frombuffer(data[begin:end], DTYPES[header[name]["dtype"]]).copy()
+        values = np.frombuffer(data[begin:end], SAFETENSORS_DTYPES[header[name]["dtype"]]).copy()
         edit(values)
         return data[:begin] + values.tobytes() + data[end:]
 

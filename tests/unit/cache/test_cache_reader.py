@@ -14,7 +14,7 @@ import torch
 from cache_samples import assert_rows, make_sample, make_samples, put_id_sums, write_cache
 
 from megatron_kd.cache import CacheError, CacheReader
-from megatron_kd.cache.format import canonical_json
+from megatron_kd.files import canonical_json
 
 COUNT = 30
 
