@@ -102,7 +102,7 @@ class TeacherClient:
                         raise EngineError(
                             f"{address} answered {response.status}: {_words(payload)}"
                         )
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 trouble = f"{address}: {type(error).__name__} {error}".rstrip()
                 continue
             return _json_object(payload, address)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -51,7 +51,7 @@ def run(args) -> int:
     check_machine(config)
     limit_bytes = memory_limit_bytes(config)
     cases = config.cases(threads, limit_bytes // config.tp if limit_bytes else None)
-    where = {"date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    where = {"date_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
     where |= environment.describe(torch.device(config.device), threads)
     console = Console()
     with TableWriter(Path(args.output)) as table:
