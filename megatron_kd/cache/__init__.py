@@ -3,6 +3,7 @@
 docs/cache-format.md describes the bytes.
 """
 
+from megatron_kd.cache.directory import CacheDirectory
 from megatron_kd.cache.format import CacheError, CacheSpec, ShardEntry
 from megatron_kd.cache.mixing import MixedReader
 from megatron_kd.cache.reader import CachedRows, CachedSample, CacheReader
@@ -17,6 +18,7 @@ from megatron_kd.cache.writer import (
 )
 
 __all__ = [
+    "CacheDirectory",
     "CacheError",
     "CacheReader",
     "CacheSpec",

@@ -1,9 +1,9 @@
 """Writing a cache: samples in, whole shards on disk, the manifest last.
 
 `CacheWriter` is the plain form: one process, samples in order. A parallel capture uses the parts:
-`open_directory` once per worker, `plan_shards` for the cuts (the same everywhere),
-`finished_shards` for what is left to do, a `ShardWriter` per shard, and `publish_manifest` when all
-are there. The bytes depend only on the samples and the spec.
+`CacheDirectory.begin` once per worker, `plan_shards` for the cuts (the same everywhere),
+`CacheDirectory.missing` for what is left to do, a `ShardWriter` per shard, and
+`CacheDirectory.complete_if_whole` in the end. The bytes depend only on the samples and the spec.
 
 Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
 """
@@ -15,54 +15,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron_kd.cache.format import (
-    BACKUP_NAME,
-    ENTRY_FOLDER,
-    MANIFEST_NAME,
-    SPEC_NAME,
-    CacheError,
-    CacheSpec,
-    ShardEntry,
-    build_manifest,
-    check_contiguous,
-    parse_manifest,
-    read_json,
-    read_text,
-)
+from megatron_kd.cache.directory import CacheDirectory
+from megatron_kd.cache.format import MANIFEST_NAME, SPEC_NAME, CacheError, CacheSpec, ShardEntry
 from megatron_kd.cache.sample import ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
-from megatron_kd.files import canonical_json, publish
+from megatron_kd.files import publish
 
 DEFAULT_SHARD_POSITIONS = 1 << 17  # about 35 MB compact
-
-
-def open_directory(path: str | os.PathLike, spec: CacheSpec) -> Path:
-    """Makes the directory for a cache that is being written, or checks that it is being written
-    with this spec.
-
-    Raises:
-        CacheError: It holds something else.
-    """
-    folder = Path(path)
-    text = canonical_json(spec.as_dict())
-    spec_file = folder / SPEC_NAME
-    if not spec_file.exists():
-        if folder.exists() and any(
-            name != ENTRY_FOLDER and not name.startswith(".") for name in os.listdir(folder)
-        ):
-            raise CacheError(f"{folder} holds other files; choose an empty directory for the cache")
-        (folder / ENTRY_FOLDER).mkdir(parents=True, exist_ok=True)
-        publish(spec_file, text.encode())
-    there = CacheSpec.from_dict(read_json(spec_file))
-    if there != spec:
-        one, other = there.as_dict(), spec.as_dict()
-        differing = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
-        raise CacheError(
-            f"{folder} was begun with other settings (there, here): {differing}; "
-            "use the same settings, or another directory"
-        )
-    (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
-    return folder
 
 
 def plan_shards(
@@ -85,34 +44,6 @@ def plan_shards(
         cuts.append(cut)
         before = int(total[cut - 1])
     return np.array(cuts, dtype=np.int64)
-
-
-def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
-    """Shards that are whole on disk, by entry files or manifest and size; contents are not read.
-
-    A shard whose entry file cannot be read, or is another's, does not count: it is made again.
-    """
-    folder = Path(path)
-    if (folder / MANIFEST_NAME).exists():
-        manifest = folder / MANIFEST_NAME
-        found = parse_manifest(read_text(manifest), str(manifest))[2]
-    else:
-        files = sorted((folder / ENTRY_FOLDER).glob("shard-*.json"))
-        found = [entry for entry in map(_read_entry, files) if entry is not None]
-    entries = {}
-    for entry in found:
-        shard = folder / entry.file
-        if shard.exists() and shard.stat().st_size == entry.bytes:
-            entries[entry.shard] = entry
-    return entries
-
-
-def _read_entry(file: Path) -> ShardEntry | None:
-    try:
-        entry = ShardEntry.from_dict(read_json(file), str(file))
-    except CacheError:
-        return None
-    return entry if Path(entry.file).stem == file.stem else None
 
 
 class ShardWriter:
@@ -191,67 +122,30 @@ class ShardWriter:
             xxh3_128=xxhash.xxh3_128_hexdigest(payload),
         )
         publish(self.folder / entry.file, payload)
-        publish_entry(self.folder, entry)
+        CacheDirectory(self.folder).publish_entry(entry)
         return entry
 
 
-def publish_entry(folder: Path, entry: ShardEntry) -> None:
-    publish(_entry_file(folder, entry), canonical_json(entry.as_dict()).encode())
+def open_directory(path: str | os.PathLike, spec: CacheSpec) -> Path:
+    """See `CacheDirectory.begin`."""
+    return CacheDirectory.begin(path, spec).folder
 
 
-def _entry_file(folder: Path, entry: ShardEntry) -> Path:
-    return folder / ENTRY_FOLDER / Path(entry.file).with_suffix(".json").name
+def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
+    """See `CacheDirectory.finished`."""
+    return CacheDirectory(path).finished()
 
 
 def publish_manifest(
     path: str | os.PathLike, *, samples: int, origin: Mapping | None = None
 ) -> dict:
-    """Completes the cache: binds all shards in manifest.json. Safe to call again, and from several
-    workers.
-
-    Args:
-        samples: How many the cache must hold.
-        origin: Where the cache came from (paths, for `verify --repair`); carried in the manifest,
-            bound by nothing.
-
-    Raises:
-        CacheError: Shards are missing; the message names them.
-    """
-    folder = Path(path)
-    spec = CacheSpec.from_dict(read_json(folder / SPEC_NAME))
-    finished = finished_shards(folder)
-    entries = [finished[shard] for shard in sorted(finished)]
-    there = sum(entry.samples for entry in entries)
-    if there != samples:
-        raise CacheError(
-            f"{folder} is not complete: {there} of {samples} samples in {len(entries)} finished "
-            "shards; run the same command again to write the rest"
-        )
-    check_contiguous(entries, str(folder))
-    manifest = build_manifest(spec, entries, origin)
-    for name in (BACKUP_NAME, MANIFEST_NAME):
-        publish(folder / name, canonical_json(manifest).encode())
-    for file in (folder / ENTRY_FOLDER).glob("shard-*.json"):
-        file.unlink(missing_ok=True)
-    for stale in folder.rglob(".*.tmp"):  # left by killed writers
-        stale.unlink(missing_ok=True)
-    return manifest
+    """See `CacheDirectory.publish_manifest`."""
+    return CacheDirectory(path).publish_manifest(samples=samples, origin=origin)
 
 
 def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
-    """Turns a complete cache back into one being written, without the given shards."""
-    folder = Path(path)
-    manifest = folder / MANIFEST_NAME
-    _, spec, entries = parse_manifest(read_text(manifest), str(manifest))
-    (folder / ENTRY_FOLDER).mkdir(exist_ok=True)
-    publish(folder / SPEC_NAME, canonical_json(spec.as_dict()).encode())
-    for entry in entries:
-        if entry.shard in without:  # one may be left of a writer killed after its manifest
-            _entry_file(folder, entry).unlink(missing_ok=True)
-        else:
-            publish_entry(folder, entry)
-    (folder / BACKUP_NAME).unlink(missing_ok=True)
-    manifest.unlink()
+    """See `CacheDirectory.reopen`."""
+    CacheDirectory(path).reopen(without=without)
 
 
 class CacheWriter:
