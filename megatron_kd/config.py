@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megatron_kd import typed_mapping
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.typed_mapping import ConfigError
 
 Mode = Literal["offline", "online"]
@@ -152,23 +153,9 @@ class LossConfig:
     impl: Literal["dense", "sparse_chunked", "fused_chunked", "fused_online"] = "fused_chunked"
     """Which implementation computes the loss; it changes memory and time, not the result."""
 
-    objective: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """The divergence between teacher and student."""
-
-    tail: Literal["none", "renormalise", "bucket"] = "none"
-    """What becomes of the teacher's mass outside its top K. Offline only."""
-
-    temperature: float = 1.0
-    """Divides both models' logits."""
-
-    temperature_squared: bool = False
-    """Multiply the divergence by temperature², so that gradients keep their size."""
-
-    beta: float = 0.5
-    """Weight of the teacher in the mixture of `jsd`."""
-
-    ce_weight: float = 0.0
-    """α in (1 − α) · divergence + α · cross-entropy to the label."""
+    divergence: Divergence = field(default_factory=Divergence, metadata={"flat": True})
+    """What the loss is. A recipe gives its fields as keys of this section: `loss.objective`,
+    `loss.tail`, `loss.temperature`, `loss.temperature_squared`, `loss.beta`, `loss.ce_weight`."""
 
     gradient: Literal["auto", "in_forward", "recompute"] = "auto"
     """`fused_chunked`: form gradients in the forward pass (three matrix products) or recompute
@@ -179,11 +166,6 @@ class LossConfig:
     """Sequence positions whose logits exist at one time."""
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ConfigError(f"loss.temperature must be greater than 0, not {self.temperature}")
-        for name in ("beta", "ce_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"loss.{name} must lie in [0, 1], not {getattr(self, name)}")
         if self.chunk_size != "auto" and self.chunk_size < 1:
             raise ConfigError(f"loss.chunk_size must be 1 or more, or auto, not {self.chunk_size}")
 
@@ -341,11 +323,16 @@ class DistillConfig:
                 f"loss.impl={self.loss.impl} reads a top-K cache (mode=offline); with mode=online "
                 f"use one of {', '.join(ONLINE_IMPLS)}"
             )
-        if self.loss.tail != "none":
+        tail = self.loss.divergence.tail
+        if tail != "none":
             raise ConfigError(
-                f"loss.tail={self.loss.tail} concerns a truncated teacher; mode=online sees the "
+                f"loss.tail={tail} concerns a truncated teacher; mode=online sees the "
                 "full vocabulary, so leave it at none"
             )
+        try:
+            self.loss.divergence.check_online()
+        except ValueError as error:
+            raise ConfigError(f"loss.{error}") from error
 
 
 def from_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:

@@ -23,6 +23,9 @@ class ConfigError(ValueError):
 def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
     """Make an instance of dataclass `cls` from `mapping`, nested dataclasses included.
 
+    A field with metadata {"flat": True} holds a dataclass whose keys stand in the mapping beside
+    the others. One with {"formerly": {old: new}} reads an old spelling of a value as the new one.
+
     Raises:
         ConfigError: An unknown key, a missing key, a wrong type, or a value `__post_init__`
             refuses.
@@ -31,12 +34,20 @@ def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
         raise ConfigError(f"{prefix or 'the configuration'} must be a mapping, not {mapping!r}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
+    flat = {f.name: hints[f.name] for f in fields.values() if f.metadata.get("flat")}
+    inner = {f.name: name for name, kind in flat.items() for f in dataclasses.fields(kind)}
+    values, inner_values = {}, {name: {} for name in flat}
     for name, value in mapping.items():
         key = _join(prefix, name)
-        if name not in fields:
-            raise unknown_key(key, fields)
-        values[name] = check(value, hints[name], key)
+        if name in inner:
+            inner_values[inner[name]][name] = value
+        elif name in fields and name not in flat:
+            formerly = fields[name].metadata.get("formerly", {})
+            value = formerly.get(value, value) if isinstance(value, str) else value
+            values[name] = check(value, hints[name], key)
+        else:
+            raise unknown_key(key, [*(n for n in fields if n not in flat), *inner])
+    values |= {name: build(kind, inner_values[name], prefix) for name, kind in flat.items()}
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -50,7 +61,24 @@ def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"{prefix}: {error}" if prefix else str(error)) from error
+        names_field = prefix and str(error).partition(" ")[0] in fields
+        key = f"{prefix}." if names_field else f"{prefix}: " if prefix else ""
+        raise ConfigError(f"{key}{error}") from error
+
+
+def plain(instance: Any) -> Any:
+    """A dataclass as the mapping that `build` makes it from, nested ones included."""
+    if isinstance(instance, (list, tuple)):
+        return [plain(value) for value in instance]
+    if isinstance(instance, Mapping):
+        return {name: plain(value) for name, value in instance.items()}
+    if not dataclasses.is_dataclass(instance):
+        return instance
+    mapping = {}
+    for f in dataclasses.fields(instance):
+        value = plain(getattr(instance, f.name))
+        mapping |= value if f.metadata.get("flat") else {f.name: value}
+    return mapping
 
 
 def update(instance: Any, mapping: Mapping, prefix: str = "") -> None:

@@ -204,15 +204,16 @@ def _check_topk(config: DistillConfig, source) -> None:
 
 
 def _check_temperature(config: DistillConfig, source) -> None:
-    loss = config.loss
-    if config.mode != "offline" or loss.tail != "bucket" or loss.temperature == 1.0:
+    divergence = config.loss.divergence
+    temperature = divergence.temperature
+    if config.mode != "offline" or divergence.tail != "bucket" or temperature == 1.0:
         return
     captured = [float(tau) for tau in source.manifest.get("temperatures", [])]
-    if loss.temperature not in captured:
+    if temperature not in captured:
         raise ConfigError(
-            f"loss.tail=bucket at loss.temperature={loss.temperature} needs the teacher's "
+            f"loss.tail=bucket at loss.temperature={temperature} needs the teacher's "
             f"normaliser at that temperature; the cache holds those for {captured or 'none'}. "
-            f"Capture again with --temperatures {loss.temperature}, or use tail none or renormalise"
+            f"Capture again with --temperatures {temperature}, or use tail none or renormalize"
         )
 
 

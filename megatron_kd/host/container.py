@@ -93,7 +93,7 @@ def build_container(config: DistillConfig) -> ConfigContainer:
         mode=config.mode,
         caches=config.cache.sources() if config.mode == "offline" else [],
         topk=config.cache.topk,
-        temperature=config.loss.temperature,
+        temperature=config.loss.divergence.temperature,
         hidden_states=config.mode == "offline" and bool(config.hidden_states.pairs),
         data_path=config.data.path,
         check_checksums=config.cache.check_checksums,

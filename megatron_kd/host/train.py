@@ -17,6 +17,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.utils import unwrap_model
 
+from megatron_kd import typed_mapping
 from megatron_kd.config import DistillConfig
 from megatron_kd.files import publish
 from megatron_kd.host import checks as compatibility
@@ -99,7 +100,7 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
 
 def resolved(config: DistillConfig, container: ConfigContainer) -> dict:
     """The fully resolved configuration as plain values: ours, and the host's under `bridge`."""
-    ours = dataclasses.asdict(config)
+    ours = typed_mapping.plain(config)
     return ours | {"bridge": _plain(container)}
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from megatron_kd.losses import eager_kernels
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
-from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
-from megatron_kd.losses.target import Divergence, Objective
+from megatron_kd.losses.full_formulas import log_probability
+from megatron_kd.losses.objectives import Objective, RowSums
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,11 @@ def full_sums(
     student: tuple[torch.Tensor, torch.Tensor],
     teacher: tuple[torch.Tensor, ...],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
     factor = _scalar(inverse_tau, z)
-    return _compiled().full_read(z, y, *student, *teacher, factor, options.objective, options.beta)
+    return _compiled().full_read(z, y, *student, *teacher, factor, objective.row_sums, divergence)
 
 
 @_or_eager
@@ -95,10 +97,11 @@ def full_gradient_(
     sums: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor | None],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
     kd, ce = weights
-    rest = (sums[0], sums[1], kd, _scalar(inverse_tau, z), options.objective, options.beta)
+    rest = (tuple(sums), kd, _scalar(inverse_tau, z), objective.gradient, divergence)
     if ce is None:
         _compiled().full_write(z, y, *student[:2], *teacher, *rest)
     else:
@@ -190,12 +193,12 @@ def _full_read(
     teacher_m: torch.Tensor,
     teacher_log_sum: torch.Tensor,
     inverse_tau: torch.Tensor,
-    objective: Objective,
-    beta: float,
+    row_sums: RowSums,
+    divergence: Divergence,
 ) -> torch.Tensor:
     log_q = log_probability(z, m, log_sum, inverse_tau)
     log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
-    return torch.stack(row_sums(log_q, log_p, objective, beta))
+    return torch.stack(row_sums(log_q, log_p, divergence))
 
 
 def _full_total(
@@ -207,10 +210,10 @@ def _full_total(
     teacher_log_sum: torch.Tensor,
     *rest: Any,
 ) -> torch.Tensor:
-    divergence, from_student, kd, inverse_tau, objective, beta = rest
+    sums, kd, inverse_tau, gradient, divergence = rest
     log_q = log_probability(z, m, log_sum, inverse_tau)
     log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
-    return gradient(log_q, log_p, divergence, from_student, objective, beta) * kd.unsqueeze(-1)
+    return gradient(log_q, log_p, sums, divergence) * kd.unsqueeze(-1)
 
 
 def _full_write(z: torch.Tensor, *rest: Any) -> None:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.elementwise import accumulation_dtype
 from megatron_kd.losses.full_loss import ChunkLoss
 from megatron_kd.losses.rows import Outputs
-from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
+from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import VocabShard
 
@@ -27,13 +28,8 @@ def dense_kd_loss(
     logits: torch.Tensor,
     target: TopKTarget,
     *,
-    objective: Objective = "forward_kl",
-    tail: Tail = "none",
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    beta: float = 0.5,
+    divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,
-    ce_weight: float = 0.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
@@ -44,16 +40,8 @@ def dense_kd_loss(
         logits: [S, B, Vp], fp32, bf16, fp16 or fp64. This rank's part of the vocabulary; never
             changed.
         target: The teacher's K tokens per position, see `TopKTarget`.
-        objective: forward_kl, reverse_kl or jsd (see `megatron_kd.losses.objectives`).
-        tail: What the teacher's mass M off the support means. none: nothing, the loss is a sum over
-            the support and may be negative. renormalise: the teacher is divided by M, the student
-            stays over the whole vocabulary. bucket: everything off the support is one more outcome.
-        temperature: Divides both models' logits. No factor temperature**2 unless
-            temperature_squared.
-        beta: The teacher's share of the JSD mixture.
+        divergence: Objective, tail, temperature, and the share of cross-entropy to the labels.
         labels: [S, B] integer global ids, or None. Negative labels are ignored (cross-entropy 0).
-        ce_weight: alpha in (1 - alpha) * divergence + alpha * cross-entropy; the latter is at
-            temperature 1.
         vocab_size: Ids at or beyond it are padding columns: no mass, no gradient. None means no
             padding.
         tp_group: Ranks that share the vocabulary; None means the logits are whole.
@@ -70,17 +58,9 @@ def dense_kd_loss(
 
     Source: arXiv 2608.03796, Eq. (2) and (3), for forward_kl with tail none.
     """
-    options = Divergence(
-        objective=objective,
-        tail=tail,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        beta=beta,
-        ce_weight=ce_weight,
-    )
     shape, rows = check_logits(logits)
     shard = VocabShard.of(rows, vocab_size, tp_group)
-    loss = TopKLoss.of(options, shard, target, labels, shape)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape)
     return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
@@ -103,7 +83,7 @@ class DenseLoss(torch.autograd.Function):
         z = logits[:, : loss.shard.valid].to(dtype, copy=True)
         chunk = loss.open(every)
         reading = chunk.read_(z, then_differentiate=ctx.needs_input_grad[0])
-        outputs = Outputs.blank(loss.rows, reading[0], loss.labels is not None)
+        outputs = Outputs.blank(loss.rows, reading[0], loss.divergence, loss.labels is not None)
         outputs.put_(loss.rows, every, *chunk.evaluate(reading))
         ctx.save_for_backward(z, *reading)
         ctx.chunk, ctx.reading = chunk, loss.Reading

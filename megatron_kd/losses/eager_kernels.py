@@ -5,8 +5,9 @@ Letters: n rows, Vp this rank's vocabulary, T temperatures.
 
 import torch
 
-from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
-from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.divergence import Divergence
+from megatron_kd.losses.full_formulas import log_probability
+from megatron_kd.losses.objectives import Objective
 
 NEG_INF = float("-inf")
 # A block of this size stays in the cache between the few operations on it, so that together they
@@ -98,13 +99,16 @@ def full_sums(
     student: tuple[torch.Tensor, torch.Tensor],
     teacher: tuple[torch.Tensor, ...],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
-    out = student[0].new_zeros(2, z.shape[0])
+    out = student[0].new_zeros(objective.sums, z.shape[0])
     for rows in _row_blocks(z):
         log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
         log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
-        out[0, rows], out[1, rows] = row_sums(log_q, log_p, options.objective, options.beta)
+        sums = objective.row_sums(log_q, log_p, divergence)
+        for total, part in zip(out, sums, strict=True):
+            total[rows] = part
     return out
 
 
@@ -116,15 +120,15 @@ def full_gradient_(
     sums: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor | None],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
     kd, ce = weights
     for rows in _row_blocks(z):
         log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
         log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
-        total = gradient(
-            log_q, log_p, sums[0, rows], sums[1, rows], options.objective, options.beta
-        ).mul_(kd[rows].unsqueeze(-1))
+        total = objective.gradient(log_q, log_p, tuple(sums[:, rows]), divergence)
+        total = total.mul_(kd[rows].unsqueeze(-1))
         if ce is not None:
             log_q = log_probability(z[rows], student[0][rows], student[2][rows], 1.0)
             total.addcmul_(log_q.exp_(), ce[rows].unsqueeze(-1))

@@ -23,8 +23,9 @@ from types import ModuleType
 import torch
 
 from megatron_kd.losses import compiled_kernels, eager_kernels, triton_kernels
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
-from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.objectives import Objective
 
 __all__ = [
     "NEG_INF",
@@ -79,10 +80,16 @@ def full_sums(
     student: tuple[torch.Tensor, torch.Tensor],
     teacher: tuple[torch.Tensor, ...],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
-    """z, y [n, Vp]; student, teacher: (m, log_sum) [n] each -> [2, n] divergence and KL(q || m)."""
-    return _backend(z, full=True).full_sums(z, y, student, teacher, inverse_tau, options)
+    """The sums [objective.sums, n] of objective.row_sums over a chunk pair z, y [n, Vp].
+
+    student, teacher: (m, log_sum) [n] each, of which the log-probabilities are made.
+    """
+    return _backend(z, full=True).full_sums(
+        z, y, student, teacher, inverse_tau, objective, divergence
+    )
 
 
 def full_gradient_(
@@ -93,15 +100,18 @@ def full_gradient_(
     sums: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor | None],
     inverse_tau: float,
-    options: Divergence,
+    objective: Objective,
+    divergence: Divergence,
 ) -> torch.Tensor:
     """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at tau 1.
 
-    student: (m, log_sum, log_sum at temperature 1); sums [2, n] of `full_sums`; weights [n], [n] or
-        None.
+    student: (m, log_sum, log_sum at temperature 1); sums [objective.sums, n] of `full_sums`;
+        weights [n], [n] or None.
     """
     kernels = _backend(z, full=True)
-    return kernels.full_gradient_(z, y, student, teacher, sums, weights, inverse_tau, options)
+    return kernels.full_gradient_(
+        z, y, student, teacher, sums, weights, inverse_tau, objective, divergence
+    )
 
 
 @contextlib.contextmanager

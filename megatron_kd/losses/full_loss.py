@@ -1,17 +1,9 @@
 """A divergence over the whole vocabulary, from both models' logits of one chunk at a time.
 
 With q and p the two distributions at the temperature (rows of student logits z and teacher logits
-y):
-
-    forward_kl   L = sum p (log p - log q)
-                 tau dL/dz = q - p
-    reverse_kl   L = sum q (log q - log p)
-                 tau dL/dz = q (log q - log p - L)
-    jsd          L = beta KL(p || m) + (1 - beta) KL(q || m)
-                 tau dL/dz = (1 - beta) q (log q - log m - KL(q || m))
-
-Three passes over the chunk pair: normalisers, the sums, and the gradient in place of z. Under TP
-one MAX and one SUM follow the first, one SUM the second.
+y), an objective's unit gives sums over the vocabulary and, from those, the gradient by z. Three
+passes over the chunk pair: normalizers, the sums, and the gradient in place of z. Under TP one MAX
+and one SUM follow the first, one SUM the second.
 
 Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, n rows of a
 chunk, T temperatures.
@@ -24,9 +16,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.elementwise import full_gradient_, full_sums, max_and_sums
+from megatron_kd.losses.objectives import Objective
 from megatron_kd.losses.rows import Rows
-from megatron_kd.losses.target import Divergence
+from megatron_kd.losses.target import KDMetrics
 from megatron_kd.losses.topk_loss import TopKLoss, check_index, check_labels, inverse_temperatures
 from megatron_kd.losses.vocab_parallel import VocabShard, add_column_
 
@@ -37,7 +31,7 @@ class FullReading(NamedTuple):
     teacher_m: torch.Tensor  # [n]
     teacher_log_sum: torch.Tensor  # [n]
     z_y: torch.Tensor  # [n] the label's logit; 0 without labels
-    sums: torch.Tensor  # [n, 2] the divergence, and KL(q || m) for jsd
+    sums: torch.Tensor  # [n, sums of the objective], the divergence first
 
 
 class TeacherLogits(Protocol):
@@ -60,7 +54,8 @@ class FullLoss:
     Reading = FullReading
     tensors_per_chunk = 2
 
-    options: Divergence
+    divergence: Divergence
+    objective: Objective
     shard: VocabShard
     rows: Rows
     labels: torch.Tensor | None  # [N]
@@ -69,17 +64,19 @@ class FullLoss:
     @classmethod
     def of(
         cls,
-        options: Divergence,
+        divergence: Divergence,
         shard: VocabShard,
         labels: torch.Tensor | None,
         shape: Sequence[int],
         teacher_logits: TeacherLogits,
         index: torch.Tensor | None = None,
     ) -> "FullLoss":
-        if options.ce_weight and labels is None:
-            raise ValueError(f"ce_weight {options.ce_weight} needs labels [S, B]; got None")
+        divergence.check_labels(labels)
+        divergence.check_online()
         rows = Rows(shape[0] * shape[1], check_index(index))
-        return cls(options, shard, rows, check_labels(labels, shape, shard), teacher_logits)
+        objective = objective_unit(divergence.objective)
+        labels = check_labels(labels, shape, shard)
+        return cls(divergence, objective, shard, rows, labels, teacher_logits)
 
     def start(self, chunk_rows: int) -> None:
         self.teacher_logits.start(self.rows, chunk_rows)
@@ -97,7 +94,7 @@ class FullChunk:
 
     def __init__(self, loss: FullLoss, y: torch.Tensor, labels: torch.Tensor | None) -> None:
         self.loss, self.y, self.labels = loss, y, labels  # y [n, valid]
-        self.taus = inverse_temperatures(loss.options, loss.labels)
+        self.taus = inverse_temperatures(loss.divergence, loss.labels)
 
     def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> FullReading:
         group = self.loss.shard.group
@@ -118,9 +115,10 @@ class FullChunk:
             beyond = self.labels >= self.loss.shard.vocab_size
             z_y = torch.where(beyond, float("nan"), z_y)
         log_sums, teacher_log_sum = sums.log(), teacher_sums[0].log()
-        options = self.loss.options
         student, teacher = (m, log_sums[0]), (teacher_m, teacher_log_sum)
-        totals = full_sums(z, self.y, student, teacher, self.taus[0], options)
+        totals = full_sums(
+            z, self.y, student, teacher, self.taus[0], self.loss.objective, self.loss.divergence
+        )
         if group is not None:
             dist.all_reduce(totals, group=group)
         return FullReading(m, log_sums.T, teacher_m, teacher_log_sum, z_y, totals.T)
@@ -139,37 +137,46 @@ class FullChunk:
     def resume_(self, z: torch.Tensor) -> None:
         """Reading leaves the logits as they are."""
 
-    def evaluate(
-        self, reading: FullReading
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        options = self.loss.options
+    def evaluate(self, reading: FullReading) -> tuple[torch.Tensor, KDMetrics]:
+        divergence = self.loss.divergence
         loss = reading.sums[:, 0]
-        if options.temperature_squared:
-            loss = loss * options.temperature**2
-        lm_loss = None
+        if divergence.temperature_squared:
+            loss = loss * divergence.temperature**2
+        unmixed = lm_loss = None
         if self.labels is not None:
             lm_loss = reading.m + reading.log_sums[:, -1] - reading.z_y
             lm_loss = torch.where(self.labels >= 0, lm_loss, 0.0)
-            if options.ce_weight:
-                loss = (1 - options.ce_weight) * loss + options.ce_weight * lm_loss
+            if divergence.ce_weight:
+                unmixed = loss
+                loss = (1 - divergence.ce_weight) * loss + divergence.ce_weight * lm_loss
         one = torch.ones_like(loss)
-        return loss, (lm_loss, one, one)
+        return loss, KDMetrics(unmixed, lm_loss, one, one)
 
     def differentiate_(
         self, z: torch.Tensor, reading: FullReading, upstream: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        options = self.loss.options
+    ) -> tuple[torch.Tensor, KDMetrics]:
+        divergence = self.loss.divergence
         upstream = upstream.to(reading.m.dtype)
-        kd = upstream * ((1 - options.ce_weight) * self.taus[0])
-        if options.temperature_squared:
-            kd = kd * options.temperature**2
+        kd = upstream * ((1 - divergence.ce_weight) * self.taus[0])
+        if divergence.temperature_squared:
+            kd = kd * divergence.temperature**2
         ce = None
-        if options.ce_weight:
-            ce = torch.where(self.labels >= 0, upstream * options.ce_weight, 0.0)
+        if divergence.ce_weight:
+            ce = torch.where(self.labels >= 0, upstream * divergence.ce_weight, 0.0)
         log_sums = reading.log_sums.T
         student = (reading.m, log_sums[0], log_sums[-1])
         teacher = (reading.teacher_m, reading.teacher_log_sum)
-        full_gradient_(z, self.y, student, teacher, reading.sums.T, (kd, ce), self.taus[0], options)
+        full_gradient_(
+            z,
+            self.y,
+            student,
+            teacher,
+            reading.sums.T,
+            (kd, ce),
+            self.taus[0],
+            self.loss.objective,
+            divergence,
+        )
         if ce is not None and z.shape[-1]:
             mine, index = self._label_column()
             add_column_(z, index, mine, -ce)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.losses.chunking import ChunkSize
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.fused_head import GradientMode, check_hidden, fused_loss
-from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
+from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import VocabShard
 
@@ -30,13 +31,8 @@ def fused_chunked_kd_loss(
     sequence_parallel: bool = False,
     gradient_accumulation_fusion: bool = False,
     memory_budget_bytes: int | None = None,
-    objective: Objective = "forward_kl",
-    tail: Tail = "none",
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    beta: float = 0.5,
+    divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,
-    ce_weight: float = 0.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
@@ -79,17 +75,9 @@ def fused_chunked_kd_loss(
 
     Source: arXiv 2608.03796, Eq. (2) and (3), for forward_kl with tail none.
     """
-    options = Divergence(
-        objective=objective,
-        tail=tail,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        beta=beta,
-        ce_weight=ce_weight,
-    )
     shape = check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group)
     shard = VocabShard.of(output_weight.shape[0], vocab_size, tp_group)
-    loss = TopKLoss.of(options, shard, target, labels, shape, supervised_index)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape, supervised_index)
     outputs = fused_loss(
         hidden_states,
         output_weight,

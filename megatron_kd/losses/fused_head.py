@@ -293,7 +293,7 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         loss, rows = plan.loss, plan.loss.rows
         like = hidden.new_empty(0, dtype=accumulation_dtype(plan.dtype))
-        outputs = Outputs.blank(rows, like, loss.labels is not None)
+        outputs = Outputs.blank(rows, like, loss.divergence, loss.labels is not None)
         needs = ctx.needs_input_grad[:3]
         gradients = saved = None
         if plan.in_forward:

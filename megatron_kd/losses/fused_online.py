@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_kd.losses.chunking import ChunkSize
 from megatron_kd.losses.dense import DenseLoss, check_logits
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.full_loss import FullLoss
 from megatron_kd.losses.fused_head import (
     GradientMode,
@@ -21,7 +22,7 @@ from megatron_kd.losses.fused_head import (
     fused_loss,
 )
 from megatron_kd.losses.rows import Rows
-from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail
+from megatron_kd.losses.target import LossResult
 from megatron_kd.losses.topk_loss import check_positions, finish
 from megatron_kd.losses.vocab_parallel import VocabShard, gather_sequence
 
@@ -41,13 +42,8 @@ def fused_online_kd_loss(
     sequence_parallel: bool = False,
     gradient_accumulation_fusion: bool = False,
     memory_budget_bytes: int | None = None,
-    objective: Objective = "forward_kl",
-    tail: Tail = "none",
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    beta: float = 0.5,
+    divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,
-    ce_weight: float = 0.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
@@ -61,8 +57,8 @@ def fused_online_kd_loss(
         teacher_bias: [Vp] or None.
         chunk_size: Sequence positions per chunk, or "auto". Transient memory is a chunk of both
             models' logits.
-        tail: Any of its values: nothing lies off a support that is the whole vocabulary, so all are
-            one.
+        divergence: Its tail may have any value: nothing lies off a support that is the whole
+            vocabulary, so all are one. Its objective needs a form over a full vocabulary.
         vocab_size: Rows at or beyond it are padding in both weights: no mass, no gradient. Needed
             where the two are padded differently (without TP).
         The rest: as for `fused_chunked_kd_loss`.
@@ -75,14 +71,6 @@ def fused_online_kd_loss(
         ValueError: As for `fused_chunked_kd_loss`; or the two vocabularies are sharded or padded so
             that their rows do not correspond.
     """
-    options = Divergence(
-        objective=objective,
-        tail=tail,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        beta=beta,
-        ce_weight=ce_weight,
-    )
     shape = check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group)
     teacher_shape = check_hidden(
         teacher_hidden_states, teacher_output_weight, teacher_bias, sequence_parallel, tp_group
@@ -98,7 +86,7 @@ def fused_online_kd_loss(
         compute_dtype(teacher_hidden_states, teacher_output_weight),
         sequence_parallel and shard.group is not None,
     )
-    loss = FullLoss.of(options, shard, labels, shape, teacher, supervised_index)
+    loss = FullLoss.of(divergence, shard, labels, shape, teacher, supervised_index)
     outputs = fused_loss(
         hidden_states,
         output_weight,
@@ -119,13 +107,8 @@ def dense_online_kd_loss(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     *,
-    objective: Objective = "forward_kl",
-    tail: Tail = "none",
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    beta: float = 0.5,
+    divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,
-    ce_weight: float = 0.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
@@ -135,21 +118,13 @@ def dense_online_kd_loss(
     Neither is changed; one fp32 copy of logits is made and becomes the gradient. teacher_logits
     gets no gradient. Keywords, result and errors as for `fused_online_kd_loss`.
     """
-    options = Divergence(
-        objective=objective,
-        tail=tail,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        beta=beta,
-        ce_weight=ce_weight,
-    )
     shape, rows = check_logits(logits)
     teacher_shape, teacher_rows = check_logits(teacher_logits)
     check_positions("teacher_logits", teacher_shape, shape)
     shard = VocabShard.of(rows, vocab_size, tp_group)
     check_same_vocabulary(rows, teacher_rows, vocab_size, shard)
     teacher = _TeacherLogits(teacher_logits.detach().flatten(0, 1)[:, : shard.valid])
-    loss = FullLoss.of(options, shard, labels, shape, teacher)
+    loss = FullLoss.of(divergence, shard, labels, shape, teacher)
     return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 

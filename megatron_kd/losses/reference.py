@@ -2,12 +2,13 @@
 
 Tests hold every head to these in fp64.
 
-Letters: S sequence, B micro-batch, V vocabulary, K support.
+s sequence, b micro-batch, v vocabulary, k support.
 """
 
 import torch
 
-from megatron_kd.losses.target import Divergence, TopKTarget
+from megatron_kd.losses.divergence import Divergence, objective_unit
+from megatron_kd.losses.target import TopKTarget
 
 NEG_INF = float("-inf")
 
@@ -15,33 +16,32 @@ NEG_INF = float("-inf")
 def topk_loss(
     logits: torch.Tensor,
     target: TopKTarget,
-    options: Divergence,
+    divergence: Divergence,
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """logits [S, B, V] -> [S, B] nats in the dtype of the logits."""
+    """logits [s, b, v] -> [s, b] nats in the dtype of the logits."""
     logits = logits[..., :vocab_size]
-    log_q = torch.log_softmax(logits / options.temperature, -1)  # [S, B, V]
-    log_p, keep = _teacher(target, options)  # [S, B, K]
+    log_q = torch.log_softmax(logits / divergence.temperature, -1)  # [s, b, v]
+    log_p, keep = _teacher(target, divergence)  # [s, b, k]
     ids = torch.where(keep, target.ids, 0).long()
     log_q_s = log_q.gather(-1, ids)
-    if options.tail == "bucket":
+    if divergence.tail == "bucket":
         spare = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool)
         on_support = spare.scatter(-1, torch.where(keep, ids, logits.shape[-1]), True)[..., :-1]
         exists = ~on_support.all(-1, keepdim=True)
         lowest = torch.finfo(log_q.dtype).min
         log_r = log_q.masked_fill(on_support, lowest).logsumexp(-1, keepdim=True)
-        rho = (1 - torch.where(keep, log_p.exp(), 0.0).sum(-1, keepdim=True)).clamp(min=0)
-        if options.objective == "reverse_kl":
-            rho = rho.clamp(min=2.0**-23)
+        rho = 1 - torch.where(keep, log_p.exp(), 0.0).sum(-1, keepdim=True)
+        rho = rho.clamp(min=objective_unit(divergence.objective).smallest_rest)
         log_p = torch.cat([log_p, rho.log()], -1)
         log_q_s = torch.cat([log_q_s, log_r], -1)
         keep = torch.cat([keep, exists], -1)
-    loss = _sum_over_outcomes(log_p, log_q_s, keep, options)
-    if options.temperature_squared:
-        loss = loss * options.temperature**2
-    if options.ce_weight:
-        alpha = options.ce_weight
+    loss = _sum_over_outcomes(log_p, log_q_s, keep, divergence)
+    if divergence.temperature_squared:
+        loss = loss * divergence.temperature**2
+    if divergence.ce_weight:
+        alpha = divergence.ce_weight
         loss = (1 - alpha) * loss + alpha * cross_entropy(logits, labels)
     return loss.to(logits.dtype)
 
@@ -49,60 +49,56 @@ def topk_loss(
 def full_loss(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
-    options: Divergence,
+    divergence: Divergence,
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """The same with the whole teacher distribution: both [S, B, V] -> [S, B]."""
+    """A divergence from the whole teacher distribution: both [s, b, v] -> [s, b]."""
     logits, teacher_logits = logits[..., :vocab_size], teacher_logits[..., :vocab_size]
-    log_q = torch.log_softmax(logits / options.temperature, -1)
-    log_p = torch.log_softmax(teacher_logits / options.temperature, -1)
+    log_q = torch.log_softmax(logits / divergence.temperature, -1)
+    log_p = torch.log_softmax(teacher_logits / divergence.temperature, -1)
     everything = torch.ones_like(log_q, dtype=torch.bool)
-    loss = _sum_over_outcomes(log_p, log_q, everything, options)
-    if options.temperature_squared:
-        loss = loss * options.temperature**2
-    if options.ce_weight:
-        alpha = options.ce_weight
+    loss = _sum_over_outcomes(log_p, log_q, everything, divergence)
+    if divergence.temperature_squared:
+        loss = loss * divergence.temperature**2
+    if divergence.ce_weight:
+        alpha = divergence.ce_weight
         loss = (1 - alpha) * loss + alpha * cross_entropy(logits, labels)
     return loss
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """[S, B] nats at temperature 1, 0 where the label is negative."""
+    """[s, b] nats at temperature 1, 0 where the label is negative."""
     log_q = torch.log_softmax(logits, -1)
     picked = log_q.gather(-1, labels.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
     return torch.where(labels >= 0, -picked, 0.0)
 
 
-def _teacher(target: TopKTarget, options: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p [S, B, K] in fp64 at the temperature (-inf where unused), and which slots are used."""
+def _teacher(target: TopKTarget, divergence: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p [s, b, k] in fp64 at the temperature (-inf where unused), and which slots are used."""
     keep = (target.ids >= 0) & (target.logprobs != NEG_INF)
     log_p = torch.where(keep, target.logprobs.double(), NEG_INF)
-    if options.temperature != 1 and target.log_z_tau is not None:
-        log_p = log_p / options.temperature - target.log_z_tau.double().unsqueeze(-1)
-    elif options.temperature != 1:
+    if divergence.temperature != 1 and target.log_z_tau is not None:
+        log_p = log_p / divergence.temperature - target.log_z_tau.double().unsqueeze(-1)
+    elif divergence.temperature != 1:
         mass = log_p.exp().sum(-1, keepdim=True)
-        log_p = torch.log_softmax(log_p / options.temperature, -1) + mass.log()
-    if options.tail == "renormalise":
+        log_p = torch.log_softmax(log_p / divergence.temperature, -1) + mass.log()
+    if divergence.tail == "renormalize":
         log_p = log_p - log_p.exp().sum(-1, keepdim=True).log()
     return torch.where(keep, log_p, NEG_INF), keep
 
 
 def _sum_over_outcomes(
-    log_p: torch.Tensor, log_q: torch.Tensor, keep: torch.Tensor, options: Divergence
+    log_p: torch.Tensor, log_q: torch.Tensor, keep: torch.Tensor, divergence: Divergence
 ) -> torch.Tensor:
-    """sum over outcomes [.., K] that are kept; 0 log 0 = 0."""
+    """sum over outcomes [.., k] that are kept; 0 log 0 = 0."""
     log_p = torch.where(keep, log_p, 0.0)
     log_q = torch.where(keep, log_q, 0.0)
     p, q = log_p.exp(), log_q.exp()
-    if options.objective == "forward_kl":
-        terms = torch.where(p > 0, p * (torch.where(p > 0, log_p, 0.0) - log_q), 0.0)
-    elif options.objective == "reverse_kl":
-        terms = q * (log_q - log_p)
-    else:
-        m = options.beta * p + (1 - options.beta) * q
-        log_m = torch.where(m > 0, m, 1.0).log()
-        from_p = torch.where(p > 0, p * (torch.where(p > 0, log_p, 0.0) - log_m), 0.0)
-        from_q = torch.where(q > 0, q * (log_q - log_m), 0.0)
-        terms = options.beta * from_p + (1 - options.beta) * from_q
+    objective = objective_unit(divergence.objective)
+    if objective.terms is None:
+        raise ValueError(
+            f"objective {divergence.objective} has no terms: its definition as on paper"
+        )
+    terms = objective.terms(p, log_p, q, log_q, divergence)
     return torch.where(keep, terms, 0.0).sum(-1)

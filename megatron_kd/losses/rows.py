@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_kd.losses.divergence import Divergence
+from megatron_kd.losses.target import KDMetrics
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -55,22 +58,25 @@ class Outputs:
     """The loss of every position and what is reported with it; zero where no row is worked on."""
 
     loss: torch.Tensor  # [N]
-    extras: tuple[torch.Tensor | None, ...]  # [N] each: lm_loss, student mass, teacher mass
+    metrics: KDMetrics  # [N] each; the divergence is None where it is the loss
 
     @classmethod
-    def blank(cls, rows: Rows, like: torch.Tensor, has_lm_loss: bool) -> "Outputs":
-        zeros = [like.new_zeros(rows.positions) for _ in range(4)]
-        return cls(zeros[0], (zeros[1] if has_lm_loss else None, *zeros[2:]))
+    def blank(
+        cls, rows: Rows, like: torch.Tensor, divergence: Divergence, has_labels: bool
+    ) -> "Outputs":
+        def zeros(wanted: bool = True) -> torch.Tensor | None:
+            return like.new_zeros(rows.positions) if wanted else None
 
-    def put_(
-        self, rows: Rows, chunk: slice, loss: torch.Tensor, extras: tuple[torch.Tensor | None, ...]
-    ) -> None:
+        mixed = has_labels and bool(divergence.ce_weight)
+        return cls(zeros(), KDMetrics(zeros(mixed), zeros(has_labels), zeros(), zeros()))
+
+    def put_(self, rows: Rows, chunk: slice, loss: torch.Tensor, metrics: KDMetrics) -> None:
         rows.put_(self.loss, chunk, loss.detach())
-        for out, value in zip(self.extras, extras, strict=True):
+        for out, value in zip(self.metrics, metrics, strict=True):
             if out is not None:
                 rows.put_(out, chunk, value.detach())
 
     def hand_over(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
         """What an autograd function returns: the loss, and the rest without gradient."""
-        ctx.mark_non_differentiable(*(x for x in self.extras if x is not None))
-        return self.loss, *self.extras
+        ctx.mark_non_differentiable(*(x for x in self.metrics if x is not None))
+        return self.loss, *self.metrics

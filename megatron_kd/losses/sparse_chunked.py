@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.dense import check_logits
+from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.elementwise import accumulation_dtype
 from megatron_kd.losses.rows import Outputs, Saved
-from megatron_kd.losses.target import Divergence, LossResult, Objective, Tail, TopKTarget
+from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss, finish
 from megatron_kd.losses.vocab_parallel import Reading, VocabShard
 
@@ -28,13 +29,8 @@ def sparse_chunked_kd_loss(
     *,
     chunk_size: int = 1024,
     reuse_logits: bool = False,
-    objective: Objective = "forward_kl",
-    tail: Tail = "none",
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    beta: float = 0.5,
+    divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,
-    ce_weight: float = 0.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
@@ -58,19 +54,11 @@ def sparse_chunked_kd_loss(
     Raises:
         ValueError: As for `dense_kd_loss`, or chunk_size is not positive.
     """
-    options = Divergence(
-        objective=objective,
-        tail=tail,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        beta=beta,
-        ce_weight=ce_weight,
-    )
     shape, rows = check_logits(logits)
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive number of positions; got {chunk_size!r}")
     shard = VocabShard.of(rows, vocab_size, tp_group)
-    loss = TopKLoss.of(options, shard, target, labels, shape)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape)
     outputs = _SparseLoss.apply(logits.flatten(0, 1), loss, chunk_size * shape[1], reuse_logits)
     return finish(outputs, shape, return_metrics)
 
@@ -82,7 +70,9 @@ class _SparseLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         dtype = accumulation_dtype(logits.dtype)
         rows, valid = loss.rows, loss.shard.valid
-        outputs = Outputs.blank(rows, logits.new_empty(0, dtype=dtype), loss.labels is not None)
+        outputs = Outputs.blank(
+            rows, logits.new_empty(0, dtype=dtype), loss.divergence, loss.labels is not None
+        )
         saved = Saved(rows.count)
         buffer = logits.new_empty(min(chunk_rows, rows.count), valid)
         for part in rows.chunks(chunk_rows):

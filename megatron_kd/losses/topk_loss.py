@@ -12,10 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.elementwise import keeps_exponentials
-from megatron_kd.losses.objectives import cross_entropy, divergence, teacher_terms
+from megatron_kd.losses.objectives import Objective
 from megatron_kd.losses.rows import Rows
-from megatron_kd.losses.target import Divergence, KDMetrics, LossResult, TopKTarget
+from megatron_kd.losses.support import (
+    cross_entropy,
+    divergence_on_support,
+    teacher_probabilities,
+)
+from megatron_kd.losses.target import KDMetrics, LossResult, TopKTarget
 from megatron_kd.losses.vocab_parallel import (
     Reading,
     VocabShard,
@@ -31,7 +37,8 @@ from megatron_kd.losses.vocab_parallel import (
 class TopKLoss:
     """A divergence bound to its target, flattened to [N, ...], and to this rank's vocabulary."""
 
-    options: Divergence
+    divergence: Divergence
+    objective: Objective
     shard: VocabShard
     rows: Rows
     ids: torch.Tensor  # [N, K]
@@ -42,7 +49,7 @@ class TopKLoss:
     @classmethod
     def of(
         cls,
-        options: Divergence,
+        divergence: Divergence,
         shard: VocabShard,
         target: TopKTarget,
         labels: torch.Tensor | None,
@@ -50,11 +57,12 @@ class TopKLoss:
         index: torch.Tensor | None = None,
     ) -> "TopKLoss":
         """shape: the leading [S, B] of the student's tensor, which target and labels must share."""
-        options.check_target(target, labels)
+        divergence.check_target(target, labels)
         check_positions("target", target.ids.shape[:2], shape)
         shard.check_ids("target.ids", target.ids)
         return cls(
-            options,
+            divergence,
+            objective_unit(divergence.objective),
             shard,
             Rows(shape[0] * shape[1], check_index(index)),
             target.ids.flatten(0, 1),
@@ -68,7 +76,7 @@ class TopKLoss:
 
     @property
     def inverse_taus(self) -> tuple[float, ...]:
-        return inverse_temperatures(self.options, self.labels)
+        return inverse_temperatures(self.divergence, self.labels)
 
     def start(self, chunk_rows: int) -> None:
         """Before the chunks of a pass: nothing to prepare."""
@@ -109,14 +117,14 @@ class TopKChunk:
         """Bring the logits of a chunk that was read before to where `read_` left them."""
         cut_(z, self.columns)
 
-    def evaluate(self, reading: Reading) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """loss [n], and what is reported: lm_loss, student and teacher mass, [n] each."""
+    def evaluate(self, reading: Reading) -> tuple[torch.Tensor, KDMetrics]:
+        """loss [n], and what is reported, [n] each: no divergence where that is the loss itself."""
         return self._evaluate(reading.gathered, reading.log_r)
 
     def differentiate_(
         self, z: torch.Tensor, reading: Reading, upstream: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """The same, and z becomes its gradient under upstream [n]."""
+    ) -> tuple[torch.Tensor, KDMetrics]:
+        """Like `evaluate`; besides, z [n, vp] becomes its gradient under upstream [n]."""
         with torch.enable_grad():
             gathered = reading.gathered.detach().requires_grad_()
             log_r = reading.log_r.detach().requires_grad_()
@@ -127,22 +135,27 @@ class TopKChunk:
 
     def _evaluate(
         self, gathered: torch.Tensor, log_r: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        options, k = self.loss.options, self.columns.support
+    ) -> tuple[torch.Tensor, KDMetrics]:
+        divergence, k = self.loss.divergence, self.columns.support
         z_s = gathered[:, :k]
-        teacher = teacher_terms(self.ids, self.logprobs, self.log_z_tau, options, gathered.dtype)
-        loss, student = divergence(z_s, log_r[:, 0], teacher, options)
-        lm_loss = None
+        teacher = teacher_probabilities(
+            self.ids, self.logprobs, self.log_z_tau, divergence, gathered.dtype
+        )
+        loss, student = divergence_on_support(
+            z_s, log_r[:, 0], teacher, self.loss.objective, divergence
+        )
+        unmixed = lm_loss = None
         if self.labels is not None:
             lm_loss = cross_entropy(z_s, log_r[:, -1], gathered[:, k], teacher.keep, self.labels)
-            if options.ce_weight:
-                loss = (1 - options.ce_weight) * loss + options.ce_weight * lm_loss
-        return loss, (lm_loss, student.q.sum(-1), teacher.mass)
+            if divergence.ce_weight:
+                unmixed = loss
+                loss = (1 - divergence.ce_weight) * loss + divergence.ce_weight * lm_loss
+        return loss, KDMetrics(unmixed, lm_loss, student.q.sum(-1), teacher.mass)
 
 
-def inverse_temperatures(options: Divergence, labels: torch.Tensor | None) -> tuple[float, ...]:
+def inverse_temperatures(divergence: Divergence, labels: torch.Tensor | None) -> tuple[float, ...]:
     """The temperatures at which normalisers are needed: cross-entropy is at 1 always."""
-    tau = options.temperature
+    tau = divergence.temperature
     return (1 / tau,) if tau == 1 or labels is None else (1 / tau, 1.0)
 
 
@@ -181,4 +194,9 @@ def finish(
 ) -> LossResult:
     """From the flat tensors of an autograd function to [S, B], with the metrics where asked for."""
     outputs = [None if x is None else x.view(shape) for x in outputs]
-    return (outputs[0], KDMetrics(*outputs[1:])) if return_metrics else outputs[0]
+    loss, metrics = outputs[0], KDMetrics(*outputs[1:])
+    if not return_metrics:
+        return loss
+    if metrics.divergence is None:  # a copy, as hosts divide the loss in place
+        metrics = metrics._replace(divergence=loss.detach().clone())
+    return loss, metrics

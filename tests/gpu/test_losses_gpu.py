@@ -50,17 +50,17 @@ def gradients(loss_of, hidden, weight, upstream):
 def test_against_fp64(temperature, dtype, head, backend):
     if backend == "triton" and not elementwise.triton_kernels.available():
         pytest.skip("Triton is not installed")
-    options = dict(tail="bucket", temperature=temperature, ce_weight=0.2)
+    divergence = Divergence(tail="bucket", temperature=temperature, ce_weight=0.2)
     upstream = torch.rand(S, B, generator=torch.Generator().manual_seed(1)).cuda()
     upstream[3] = 0
     hidden, weight, target, labels = make_inputs(torch.float64)
 
     def plain(h, w):
         logits = h @ w.T if h.dtype == torch.float64 else (h @ w.T).float()
-        return reference.topk_loss(logits, target, Divergence(**options), labels, V - 3)
+        return reference.topk_loss(logits, target, divergence, labels, V - 3)
 
     def ours(h, w):
-        more = dict(options, labels=labels, vocab_size=V - 3, chunk_size=16)
+        more = dict(divergence=divergence, labels=labels, vocab_size=V - 3, chunk_size=16)
         if head == "sparse":
             return sparse_chunked_kd_loss(h @ w.T, target, reuse_logits=True, **more)
         weights = upstream if head == "in_forward" else None
@@ -79,17 +79,19 @@ def test_against_fp64(temperature, dtype, head, backend):
 def test_online_against_fp64(objective):
     hidden, weight, _, labels = make_inputs(torch.float64)
     teacher, teacher_weight = hidden * 0.7, weight.roll(1, 0)
-    options = dict(objective=objective, temperature=2.0, ce_weight=0.2)
+    divergence = Divergence(objective=objective, temperature=2.0, ce_weight=0.2)
     upstream = torch.rand(S, B, generator=torch.Generator().manual_seed(1)).cuda()
 
     def plain(h, w):
         y = teacher @ teacher_weight.T
         logits = h @ w.T if h.dtype == torch.float64 else (h @ w.T).float()
-        return reference.full_loss(logits, y.to(logits.dtype), Divergence(**options), labels)
+        return reference.full_loss(logits, y.to(logits.dtype), divergence, labels)
 
     def ours(h, w):
         teacher_inputs = teacher.to(h.dtype), teacher_weight.to(h.dtype)
-        return fused_online_kd_loss(h, w, *teacher_inputs, labels=labels, chunk_size=16, **options)
+        return fused_online_kd_loss(
+            h, w, *teacher_inputs, labels=labels, chunk_size=16, divergence=divergence
+        )
 
     truth = gradients(plain, hidden, weight, upstream)
     yardstick = gradients(plain, hidden.bfloat16(), weight.bfloat16(), upstream)
@@ -112,7 +114,7 @@ def test_no_synchronisation(gradient):
             weight,
             target,
             labels=labels,
-            ce_weight=0.1,
+            divergence=Divergence(ce_weight=0.1),
             gradient=gradient,
             token_weights=weights.flatten().scatter(0, index, 1.0).view(S, B),
             supervised_index=index,

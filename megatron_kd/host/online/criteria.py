@@ -53,11 +53,7 @@ class FullVocabularyLogitsKLLoss(BaseLoss):
         labels, loss_mask, index = self._batch
         group = parallel_state.get_tensor_model_parallel_group()
         common = dict(
-            objective=self.loss.objective,
-            temperature=self.loss.temperature,
-            temperature_squared=self.loss.temperature_squared,
-            beta=self.loss.beta,
-            ce_weight=self.loss.ce_weight,
+            divergence=self.loss.divergence,
             labels=labels.transpose(0, 1),
             vocab_size=self.vocab_size,
             tp_group=group if group.size() > 1 else None,
@@ -78,7 +74,9 @@ class FullVocabularyLogitsKLLoss(BaseLoss):
             )
         else:
             loss, metrics = dense_online_kd_loss(predictions, targets, **common)
-        self.metrics = {"kd loss": loss.detach().transpose(0, 1)}
+        self.metrics = {"kd loss": metrics.divergence.transpose(0, 1)}
+        if self.loss.divergence.ce_weight:
+            self.metrics[hidden_states.TOTAL_LOSS] = loss.detach().transpose(0, 1)
         if metrics.lm_loss is not None:
             self.metrics["lm loss"] = metrics.lm_loss.transpose(0, 1)
         return self.post_forward(loss, tp_reduce=False, is_sequence_parallel=False)

@@ -251,7 +251,7 @@ def _online_loss(output, *, model, weights, loss_mask, sample_index):
     if hidden:
         metrics[hidden_states.HIDDEN_LOSS] = torch.stack(hidden).mean(dim=0)
         metrics[hidden_states.TOTAL_LOSS] = (
-            weights.logits * metrics["kd loss"]
+            weights.logits * metrics.get(hidden_states.TOTAL_LOSS, metrics["kd loss"])
             + weights.hidden * metrics[hidden_states.HIDDEN_LOSS]
         )
     _, tokens, reports = sum_over_tokens(

@@ -131,12 +131,7 @@ class DistillationLoss:
             log_z_tau=None if batch.log_z_tau is None else batch.log_z_tau.transpose(0, 1),
         )
         common = dict(
-            objective=config.objective,
-            tail=config.tail,
-            temperature=config.temperature,
-            temperature_squared=config.temperature_squared,
-            beta=config.beta,
-            ce_weight=config.ce_weight,
+            divergence=config.divergence,
             labels=labels.transpose(0, 1),
             vocab_size=self.vocab_size,
             tp_group=self.tp_group,
@@ -183,13 +178,9 @@ class DistillationLoss:
         return total
 
     def _record(self, loss, metrics) -> None:
-        reported = {"kd loss": loss.detach(), "lm loss": metrics.lm_loss}
-        if self.config.ce_weight:
-            alpha = self.config.ce_weight
-            reported["total loss"] = loss.detach()
-            reported["kd loss"] = (
-                (loss.detach() - alpha * metrics.lm_loss) / (1 - alpha) if alpha < 1 else None
-            )
+        reported = {"kd loss": metrics.divergence, "lm loss": metrics.lm_loss}
+        if self.config.divergence.ce_weight:
+            reported[hidden_states.TOTAL_LOSS] = loss.detach()
         reported |= {"student mass": metrics.student_mass, "teacher mass": metrics.teacher_mass}
         self._metrics = {
             name: value.transpose(0, 1) for name, value in reported.items() if value is not None

@@ -52,14 +52,14 @@ def evaluate(loss_of, hidden, weight, bias, upstream):
 
 def definition(teacher, options):
     """The loss of one rank, from whole logits and `reference`; teacher: a target, or logits."""
-    choice = {k: v for k, v in options.items() if k not in ("labels", "vocab_size")}
+    divergence = options.get("divergence", Divergence())
     labels, vocab_size = options.get("labels"), options["vocab_size"]
     function = reference.topk_loss if isinstance(teacher, TopKTarget) else reference.full_loss
 
     def loss_of(hidden, weight, bias):
         logits = hidden @ weight.T + bias
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return function(logits, teacher, Divergence(**choice), labels, vocab_size)
+        return function(logits, teacher, divergence, labels, vocab_size)
 
     return loss_of
 
@@ -116,12 +116,13 @@ def topk_on_rank(rank):
     w, b = weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
     combinations = itertools.product(
         ("forward_kl", "reverse_kl", "jsd"),
-        ("none", "renormalise", "bucket"),
+        ("none", "renormalize", "bucket"),
         (1.0, 2.0) if ranks == 2 else (2.0,),
     )
     for objective, tail, temperature in combinations:
-        options = dict(objective=objective, tail=tail, temperature=temperature, beta=0.3)
-        options.update(labels=labels, ce_weight=0.2, vocab_size=REAL)
+        choice = dict(objective=objective, tail=tail, temperature=temperature)
+        divergence = Divergence(**choice, beta=0.3, ce_weight=0.2)
+        options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
         want = evaluate(definition(target, options), hidden, weight, bias, upstream)
         for name, head in topk_heads(target, upstream, dict(options, tp_group=group)).items():
             got = evaluate(head, hidden, w, b, upstream)
@@ -139,8 +140,9 @@ def online_on_rank(rank):
     for objective, temperature in itertools.product(
         ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)
     ):
-        options = dict(objective=objective, temperature=temperature, beta=0.3)
-        options.update(labels=labels, ce_weight=0.2, vocab_size=REAL)
+        choice = dict(objective=objective, temperature=temperature)
+        divergence = Divergence(**choice, beta=0.3, ce_weight=0.2)
+        options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
         y = teacher @ teacher_weight.T
         want = evaluate(definition(y, options), hidden, weight, bias, upstream)
         options["tp_group"] = group
@@ -182,7 +184,7 @@ def sequence_parallel_on_rank(rank):
     part = hidden.chunk(ranks)[rank]
     index = torch.tensor([1, 2, 5, 9, 12, 15])
     chosen = torch.zeros(S * B, dtype=torch.bool).index_fill_(0, index, True).view(S, B)
-    options = dict(labels=labels, vocab_size=REAL, tail="bucket")
+    options = dict(divergence=Divergence(tail="bucket"), labels=labels, vocab_size=REAL)
     for gradient, some in itertools.product(("recompute", "in_forward"), (False, True)):
         weights = torch.where(chosen, upstream, 0.0) if some else upstream
         want = evaluate(definition(target, options), hidden, weight, bias, weights)

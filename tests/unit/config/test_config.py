@@ -2,11 +2,14 @@
 match.
 """
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from megatron_kd.config import from_recipe
-from megatron_kd.typed_mapping import ConfigError
+from megatron_kd.losses.divergence import OBJECTIVES, objective_unit
+from megatron_kd.typed_mapping import ConfigError, plain
 
 MINIMAL = {"output_dir": "out", "student": {"hf_path": "s"}, "cache": {"path": "c"}}
 
@@ -32,8 +35,9 @@ def test_own_keys_win_over_includes_and_overrides_win_over_both(tmp_path):
     recipe(tmp_path, {"include": ["base.yaml"], "loss": {"beta": 0.2}}, "middle.yaml")
     path = recipe(tmp_path, MINIMAL | {"include": ["middle.yaml"], "loss": {"tail": "renormalise"}})
     config = from_recipe(path, ["loss.temperature=2", "bridge.train.train_iters=7"])
-    assert (config.loss.impl, config.loss.beta, config.loss.tail) == ("dense", 0.2, "renormalise")
-    assert config.loss.temperature == 2.0
+    divergence = config.loss.divergence
+    assert (config.loss.impl, divergence.beta, divergence.tail) == ("dense", 0.2, "renormalize")
+    assert divergence.temperature == 2.0
     assert config.bridge == {"train": {"train_iters": 7}}
 
 
@@ -51,7 +55,16 @@ def test_interpolations_are_resolved(tmp_path):
             ["loss.impl", "dense, sparse_chunked", "did you mean fused_chunked"],
         ),
         ("loss.temperature=warm", ["loss.temperature", "a number", "'warm'"]),
-        ("loss.temperature=0", ["loss.temperature", "greater than 0"]),
+        ("loss.temperature=0", ["loss.temperature must", "greater than 0"]),
+        ("loss.temperature=.inf", ["loss.temperature must", "finite"]),
+        ("loss.temperature=.nan", ["loss.temperature must", "finite"]),
+        ("loss.tempreature=2", ["unknown key loss.tempreature", "did you mean loss.temperature"]),
+        ("loss.divergence=jsd", ["unknown key loss.divergence", "objective"]),
+        ("loss.divergence.beta=0.5", ["unknown key loss.divergence"]),
+        ("loss.objective=jsdd", ["loss.objective must be one of forward_kl", "did you mean jsd"]),
+        ("loss.objective=3", ["loss.objective", "a string"]),
+        ("loss.tail=buckets", ["loss.tail must be one of none", "did you mean bucket"]),
+        ("loss.beta=1.5", ["loss.beta must", "[0, 1]"]),
         ("loss.ce_weight=1.5", ["loss.ce_weight", "[0, 1]"]),
         ("loss.chunk_size=0", ["loss.chunk_size", "1 or more"]),
         ("loss.chunk_size=big", ["loss.chunk_size", "integer", "auto"]),
@@ -75,6 +88,49 @@ def test_wrong_overrides_are_refused(tmp_path, override, expected):
         from_recipe(recipe(tmp_path, MINIMAL), [override])
     for part in expected:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_the_ends_of_beta_are_refused_for_jsd_alone(tmp_path, beta):
+    path = recipe(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=r"^loss\.beta must lie strictly between 0 and 1"):
+        from_recipe(path, ["loss.objective=jsd", f"loss.beta={beta}"])
+    assert from_recipe(path, [f"loss.beta={beta}"]).loss.divergence.beta == beta
+
+
+def test_the_former_spelling_of_a_tail_is_read(tmp_path):
+    config = from_recipe(recipe(tmp_path, MINIMAL), ["loss.tail=renormalise"])
+    assert config.loss.divergence.tail == "renormalize"
+
+
+def test_a_configuration_is_written_as_the_recipe_it_was(tmp_path):
+    keys = ["loss.objective=jsd", "loss.temperature=2", "loss.chunk_size=64", "loss.tail=bucket"]
+    config = from_recipe(
+        recipe(tmp_path, MINIMAL | {"student": {"hf_path": "s", "lora": {}}}), keys
+    )
+    written = plain(config)
+    assert written["loss"] == {
+        "impl": "fused_chunked",
+        "objective": "jsd",
+        "tail": "bucket",
+        "temperature": 2.0,
+        "temperature_squared": False,
+        "beta": 0.5,
+        "ce_weight": 0.0,
+        "gradient": "auto",
+        "chunk_size": 64,
+    }
+    assert from_recipe(recipe(tmp_path, written, "written.yaml")) == config
+
+
+def test_an_objective_without_full_sums_is_refused_with_the_recipe(tmp_path, monkeypatch):
+    unit = replace(objective_unit("forward_kl"), row_sums=None)
+    monkeypatch.setitem(OBJECTIVES, "top_only", unit)
+    path = recipe(tmp_path, MINIMAL)
+    choice = ["loss.objective=top_only", "loss.impl=dense"]
+    assert from_recipe(path, choice).loss.divergence.objective == "top_only"
+    with pytest.raises(ConfigError, match=r"^loss\.objective top_only"):
+        from_recipe(path, [*choice, "mode=online", "teacher.hf_path=t", "data.path=d"])
 
 
 def test_online_refuses_what_reads_a_truncated_teacher(tmp_path):

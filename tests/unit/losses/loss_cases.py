@@ -26,18 +26,16 @@ class Case:
     bias: torch.Tensor | None  # [V] fp64
     target: TopKTarget
     labels: torch.Tensor  # [S, B]
-    options: Divergence
+    divergence: Divergence
     token_weights: torch.Tensor  # [S, B] fp32, some zero
     chunk_size: int = 4
     vocab_size: int | None = None
 
     def with_options(self, **options):
-        return replace(self, options=replace(self.options, **options))
+        return replace(self, divergence=replace(self.divergence, **options))
 
     def keywords(self):
-        names = ("objective", "tail", "temperature", "temperature_squared", "beta", "ce_weight")
-        options = {name: getattr(self.options, name) for name in names}
-        return dict(options, labels=self.labels, vocab_size=self.vocab_size)
+        return dict(divergence=self.divergence, labels=self.labels, vocab_size=self.vocab_size)
 
 
 def make_case(
@@ -116,7 +114,7 @@ def plain(hidden, weight, bias, case: Case):
     """The definition on whole logits, rounded to the dtype of the products, then fp32."""
     logits = logits_of(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return reference.topk_loss(logits, case.target, case.options, case.labels, case.vocab_size)
+    return reference.topk_loss(logits, case.target, case.divergence, case.labels, case.vocab_size)
 
 
 def dense(hidden, weight, bias, case: Case):

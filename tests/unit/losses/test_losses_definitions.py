@@ -1,6 +1,7 @@
 """The definitions themselves: known values, other people's functions, and gradcheck."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from loss_cases import HEADS, dense, in_forward, make_case, recompute, run, sparse
 
 from megatron_kd.losses import (
+    Divergence,
     TopKTarget,
     dense_kd_loss,
     dense_online_kd_loss,
@@ -15,7 +17,7 @@ from megatron_kd.losses import (
     fused_cross_entropy,
     fused_online_kd_loss,
 )
-from megatron_kd.losses.objectives import logger
+from megatron_kd.losses.support import logger
 
 
 def two_outcomes():
@@ -34,14 +36,16 @@ def test_truncated_loss_is_negative_and_not_clamped():
     torch.testing.assert_close(logits.grad, torch.tensor([[[-0.06, 0.06]]]), rtol=1e-5, atol=1e-6)
 
 
-def test_bucket_and_renormalise_by_hand():
+def test_bucket_and_renormalize_by_hand():
     logits, target = two_outcomes()
-    bucket = dense_kd_loss(logits, target, tail="bucket").item()
+    bucket = dense_kd_loss(logits, target, divergence=Divergence(tail="bucket")).item()
     assert bucket == pytest.approx(0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1), rel=1e-5)
     # the student is over the whole vocabulary: only the teacher is divided by its mass
-    renormalised = dense_kd_loss(logits, target, tail="renormalise").item()
-    assert renormalised == pytest.approx(-math.log(0.9), rel=1e-5)
-    reverse = dense_kd_loss(logits, target, objective="reverse_kl", tail="bucket").item()
+    divergence = Divergence(tail="renormalize")
+    renormalized = dense_kd_loss(logits, target, divergence=divergence).item()
+    assert renormalized == pytest.approx(-math.log(0.9), rel=1e-5)
+    divergence = Divergence(objective="reverse_kl", tail="bucket")
+    reverse = dense_kd_loss(logits, target, divergence=divergence).item()
     assert reverse == pytest.approx(0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4), rel=1e-5)
 
 
@@ -49,8 +53,8 @@ def test_loss_sees_student_mass_off_the_support():
     """Renormalising both sides would be blind to it: loss 0 with 99.98 % of the mass elsewhere."""
     logits = torch.tensor([[[0.0, 0.0, 9.2]]])
     target = TopKTarget(torch.tensor([[[0, 1]]]), torch.tensor([[[0.5, 0.5]]]).log())
-    for tail in ("none", "renormalise", "bucket"):
-        assert dense_kd_loss(logits, target, tail=tail).item() > 8
+    for tail in ("none", "renormalize", "bucket"):
+        assert dense_kd_loss(logits, target, divergence=Divergence(tail=tail)).item() > 8
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -76,26 +80,28 @@ def test_whole_support_is_the_textbook_divergence(temperature):
     )
     eye = torch.eye(30, dtype=torch.float64)
     for objective, expected in want.items():
-        common = dict(objective=objective, temperature=temperature, beta=0.3)
-        for tail in ("none", "renormalise", "bucket"):
-            got = dense_kd_loss(z, target, tail=tail, **common)
+        divergence = Divergence(objective=objective, temperature=temperature, beta=0.3)
+        common = dict(divergence=divergence)
+        for tail in ("none", "renormalize", "bucket"):
+            got = dense_kd_loss(z, target, divergence=replace(divergence, tail=tail))
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(dense_online_kd_loss(z, y, **common), expected)
         fused = fused_online_kd_loss(z, eye, y, eye, chunk_size=2, **common)
         torch.testing.assert_close(fused, expected)
-        squared = dense_kd_loss(z, target, temperature_squared=True, **common)
+        squared = replace(divergence, temperature_squared=True)
+        squared = dense_kd_loss(z, target, divergence=squared)
         torch.testing.assert_close(squared, expected * temperature**2, rtol=1e-9, atol=1e-10)
 
 
 def test_temperature_without_normaliser_keeps_the_mass_and_says_so_once(caplog, monkeypatch):
-    monkeypatch.setattr("megatron_kd.losses.objectives._said", set())
+    monkeypatch.setattr("megatron_kd.losses.support._warned", set())
     monkeypatch.setattr(logger, "propagate", True)
     logprobs = torch.tensor([[[0.5, 0.3]]]).log()
     target = TopKTarget(torch.tensor([[[2, 0]]]), logprobs)
     z = torch.tensor([[[0.3, -0.1, 0.9]]])
     with caplog.at_level("WARNING"):
-        loss = dense_kd_loss(z, target, temperature=2.0)
-        dense_kd_loss(z, target, temperature=2.0)
+        loss = dense_kd_loss(z, target, divergence=Divergence(temperature=2.0))
+        dense_kd_loss(z, target, divergence=Divergence(temperature=2.0))
     p = 0.8 * torch.softmax(logprobs / 2, -1)
     log_q = torch.log_softmax(z / 2, -1)[..., [2, 0]]
     torch.testing.assert_close(loss, (p * (p.log() - log_q)).sum(-1))
@@ -110,10 +116,13 @@ def test_cross_entropy_is_torchs(temperature):
     logits = case.hidden @ case.weight.T + case.bias
     want = F.cross_entropy(logits.flatten(0, 1), case.labels.flatten(), reduction="none")
     want = want.view(case.labels.shape)
-    options = dict(bias=case.bias, labels=case.labels, temperature=temperature, chunk_size=3)
+    options = dict(bias=case.bias, labels=case.labels, chunk_size=3)
     args = (case.hidden, case.weight, case.target)
-    kd = fused_chunked_kd_loss(*args, **options)
-    mixed, metrics = fused_chunked_kd_loss(*args, ce_weight=0.3, return_metrics=True, **options)
+    divergence = Divergence(temperature=temperature)
+    kd = fused_chunked_kd_loss(*args, divergence=divergence, **options)
+    mixed, metrics = fused_chunked_kd_loss(
+        *args, divergence=replace(divergence, ce_weight=0.3), return_metrics=True, **options
+    )
     torch.testing.assert_close(metrics.lm_loss, want)
     torch.testing.assert_close(mixed, 0.7 * kd + 0.3 * want)
     alone = fused_cross_entropy(case.hidden, case.weight, case.labels, bias=case.bias, chunk_size=3)
@@ -125,7 +134,12 @@ def test_metrics_are_the_masses():
     logits = case.hidden @ case.weight.T + case.bias
     ids = case.target.ids
     _, metrics = fused_chunked_kd_loss(
-        case.hidden, case.weight, case.target, bias=case.bias, temperature=2.0, return_metrics=True
+        case.hidden,
+        case.weight,
+        case.target,
+        bias=case.bias,
+        divergence=Divergence(temperature=2.0),
+        return_metrics=True,
     )
     assert metrics.lm_loss is None
     student = torch.softmax(logits / 2, -1).gather(-1, ids).sum(-1)
@@ -133,7 +147,10 @@ def test_metrics_are_the_masses():
     log_p = case.target.logprobs.double() / 2 - case.target.log_z_tau.double().unsqueeze(-1)
     torch.testing.assert_close(metrics.teacher_mass, log_p.exp().sum(-1))
     _, metrics = dense_kd_loss(
-        logits, TopKTarget(ids, case.target.logprobs), tail="renormalise", return_metrics=True
+        logits,
+        TopKTarget(ids, case.target.logprobs),
+        divergence=Divergence(tail="renormalize"),
+        return_metrics=True,
     )
     mass = case.target.logprobs.double().exp().sum(-1)
     torch.testing.assert_close(metrics.teacher_mass, mass)
@@ -164,7 +181,7 @@ def passes_gradcheck(loss, case) -> bool:
 
 
 @pytest.mark.parametrize("head", [dense, sparse, recompute, in_forward], ids=lambda h: h.__name__)
-@pytest.mark.parametrize("tail", ["none", "renormalise", "bucket"])
+@pytest.mark.parametrize("tail", ["none", "renormalize", "bucket"])
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
 def test_gradcheck(objective, tail, head):
     small = dict(positions=3, batch=1, features=4, vocab=9, support=3, chunk_size=2)
@@ -188,9 +205,8 @@ def test_gradcheck_online(objective, head):
     make = torch.Generator().manual_seed(9)
     teacher = torch.randn(3, 1, 5, generator=make, dtype=torch.float64)
     teacher_weight = torch.randn(9, 5, generator=make, dtype=torch.float64)
-    options = dict(
-        objective=objective, temperature=1.5, beta=0.3, labels=case.labels, ce_weight=0.2
-    )
+    divergence = Divergence(objective=objective, temperature=1.5, beta=0.3, ce_weight=0.2)
+    options = dict(divergence=divergence, labels=case.labels)
 
     def loss(hidden, weight, bias):
         if head == "dense":

@@ -120,7 +120,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("tail", ["none", "renormalise", "bucket"])
+@pytest.mark.parametrize("tail", ["none", "renormalize", "bucket"])
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_against_fp64(make, objective, tail):
@@ -136,7 +136,7 @@ def test_against_fp64(make, objective, tail):
             assert_close(got, truth, yardstick, dtype, factor, f"{head.__name__} {dtype}")
 
 
-@pytest.mark.parametrize("tail", ["none", "renormalise"])
+@pytest.mark.parametrize("tail", ["none", "renormalize"])
 @pytest.mark.parametrize("temperature", [0.05, 0.5, 3.0, 20.0])
 def test_temperature_without_captured_normaliser(temperature, tail):
     case = make_case(temperature=temperature, seed=8).with_options(

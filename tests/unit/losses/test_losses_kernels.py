@@ -19,7 +19,8 @@ from megatron_kd.losses import (
     sparse_chunked_kd_loss,
     triton_kernels,
 )
-from megatron_kd.losses.full_formulas import gradient, log_probability, row_sums
+from megatron_kd.losses.divergence import objective_unit
+from megatron_kd.losses.full_formulas import log_probability
 from megatron_kd.losses.fused_head import row_gap
 
 HERE = Path(__file__).parent
@@ -119,7 +120,7 @@ def test_compiled_pair(objective):
         pytest.skip("torch.compile is disabled or has no tool chain here")
     make = torch.Generator().manual_seed(0)
     z, y = torch.randn(5, 3001, generator=make), torch.randn(5, 3001, generator=make)
-    options = Divergence(objective=objective, beta=0.3)
+    options, unit = Divergence(objective=objective, beta=0.3), objective_unit(objective)
     m, sums = eager_kernels.max_and_sums(z, (0.5, 1.0))
     teacher_m, teacher_sums = eager_kernels.max_and_sums(y, (0.5,))
     student, teacher = (m, *sums.log()), (teacher_m, teacher_sums[0].log())
@@ -127,14 +128,14 @@ def test_compiled_pair(objective):
     double = [x.double() for x in (*student, *teacher)]
     log_q = log_probability(z, double[0], double[1], 0.5)
     log_p = log_probability(y, double[3], double[4], 0.5)
-    totals = torch.stack(row_sums(log_q, log_p, objective, 0.3))
-    got = compiled_kernels.full_sums(z, y, student[:2], teacher, 0.5, options)
+    totals = torch.stack(unit.row_sums(log_q, log_p, options))
+    got = compiled_kernels.full_sums(z, y, student[:2], teacher, 0.5, unit, options)
     torch.testing.assert_close(got.double(), totals, rtol=1e-5, atol=1e-6)
-    want = gradient(log_q, log_p, *totals, objective, 0.3) * kd.unsqueeze(-1)
+    want = unit.gradient(log_q, log_p, tuple(totals), options) * kd.unsqueeze(-1)
     for weights, more in (((kd, None), 0), ((kd, ce), 1)):
         dz = z.clone()
         compiled_kernels.full_gradient_(
-            dz, y, student, teacher, totals.float(), weights, 0.5, options
+            dz, y, student, teacher, totals.float(), weights, 0.5, unit, options
         )
         softmax = log_probability(z, double[0], double[2], 1.0).exp() * ce.unsqueeze(-1)
         torch.testing.assert_close(dz.double(), want + more * softmax, rtol=1e-4, atol=1e-8)

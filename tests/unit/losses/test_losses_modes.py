@@ -6,6 +6,7 @@ from loss_cases import make_case, plain, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_kd.losses import (
+    Divergence,
     TopKTarget,
     dense_kd_loss,
     fused_chunked_kd_loss,
@@ -280,7 +281,8 @@ def test_only_supervised_rows_are_projected(online, gradient):
     index = torch.tensor([2, 3, 7, 8, 20, 31])
     mask[index] = torch.rand(6, generator=torch.Generator().manual_seed(0)) + 0.5
     mask = mask.view(11, 3)
-    options = dict(labels=case.labels, ce_weight=0.3, chunk_size=1, gradient=gradient)
+    divergence = Divergence(ce_weight=0.3)
+    options = dict(divergence=divergence, labels=case.labels, chunk_size=1, gradient=gradient)
 
     def loss_of(hidden, weight, bias, **more):
         rest = dict(options, bias=bias, token_weights=mask, return_metrics=True, **more)
@@ -330,7 +332,8 @@ def test_caller_logits_are_never_changed_unless_lent():
         leaf = torch.randn(7, 2, 53, generator=torch.Generator().manual_seed(0))
         before = leaf.clone()
         logits = leaf.requires_grad_() * 1
-        function(logits, case.target, labels=case.labels, ce_weight=0.1).sum().backward()
+        divergence = Divergence(ce_weight=0.1)
+        function(logits, case.target, labels=case.labels, divergence=divergence).sum().backward()
         assert torch.equal(logits.detach(), before)
     logits = leaf * 1
     loss = sparse_chunked_kd_loss(logits, case.target, reuse_logits=True)
@@ -361,9 +364,7 @@ def test_no_value_travels_to_the_host(gradient, monkeypatch):
         loss, _ = fused(
             case,
             *inputs,
-            temperature=2.0,
-            ce_weight=0.1,
-            tail="bucket",
+            divergence=Divergence(temperature=2.0, ce_weight=0.1, tail="bucket"),
             supervised_index=index,
             return_metrics=True,
             **options,
@@ -402,17 +403,17 @@ def test_wrong_dtypes_and_shapes_are_explained():
     with pytest.raises(ValueError, match="recompute, in_forward, auto"):
         fused(case, hidden, weight, gradient="forward")
     with pytest.raises(ValueError, match="forward_kl, reverse_kl, jsd"):
-        fused(case, hidden, weight, objective="kl")
-    with pytest.raises(ValueError, match="none, renormalise, bucket"):
-        fused(case, hidden, weight, tail="drop")
+        Divergence(objective="kl")
+    with pytest.raises(ValueError, match="none, renormalize, bucket"):
+        Divergence(tail="drop")
     with pytest.raises(ValueError, match="strictly between"):
-        fused(case, hidden, weight, objective="jsd", beta=1.0)
+        Divergence(objective="jsd", beta=1.0)
     with pytest.raises(ValueError, match="capture it"):
-        fused(case, hidden, weight, tail="bucket", temperature=2.0)
+        fused(case, hidden, weight, divergence=Divergence(tail="bucket", temperature=2.0))
     with pytest.raises(ValueError, match="needs labels"):
-        fused(case, hidden, weight, ce_weight=0.5)
-    with pytest.raises(ValueError, match="temperature"):
-        fused(case, hidden, weight, temperature=0.0)
+        fused(case, hidden, weight, divergence=Divergence(ce_weight=0.5))
+    with pytest.raises(ValueError, match="needs labels"):
+        fused_online_kd_loss(hidden, weight, hidden, weight, divergence=Divergence(ce_weight=0.5))
     with pytest.raises(ValueError, match="chunk_size"):
         fused(case, hidden, weight, chunk_size=0)
     with pytest.raises(ValueError, match="supervised_index"):

@@ -1,0 +1,97 @@
+"""What an objective is: a divergence as functions of a few small tensors, one unit per file.
+
+With z the student's logits divided by the temperature, S the teacher's support and p its
+probabilities there, every objective depends on z only through z_S [n, k] and log R [n], the
+log-sum-exp of everything off the support:
+
+    log Z = log(exp log R + sum_S exp z_S)      log q = z_S - log Z      log r = log R - log Z
+
+rho is the teacher's mass off the support, r the student's; with tail "bucket" the two are one more
+outcome. Why log R and not log Z: 1 - sum_S q loses the student's residual to cancellation, log R
+does not.
+
+A new objective is a file here (or anywhere) that makes an `Objective`, a line in
+`megatron_kd.losses.divergence.OBJECTIVES`, and its row in docs/objectives.md.
+
+n rows of a chunk, k support, vp = v/tp this rank's vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from megatron_kd.losses.divergence import Divergence
+
+
+@dataclass(frozen=True)
+class TeacherProbabilities:
+    """The teacher at the temperature of the loss, on its support and off it."""
+
+    keep: torch.Tensor  # [n, k] bool: the slot is used
+    log_p: torch.Tensor  # [n, k] nats, 0 where unused
+    p: torch.Tensor  # [n, k], 0 where unused
+    rest: torch.Tensor  # [n] mass off the support, 0 under tail renormalize
+    mass: torch.Tensor  # [n] mass on the support before any renormalization
+
+
+@dataclass(frozen=True)
+class StudentProbabilities:
+    """The student at the temperature of the loss, on the teacher's support and off it."""
+
+    log_q: torch.Tensor  # [n, k] nats, 0 where unused
+    q: torch.Tensor  # [n, k], 0 where unused
+    log_rest: torch.Tensor  # [n] nats, 0 where nothing lies off the support
+    rest: torch.Tensor  # [n]
+    has_rest: torch.Tensor  # [n] bool: something lies off the support
+
+
+OnSupport: TypeAlias = Callable[
+    [StudentProbabilities, TeacherProbabilities, Divergence], torch.Tensor
+]
+RowSums: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Divergence], tuple[torch.Tensor, ...]]
+Gradient: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], Divergence], torch.Tensor
+]
+Terms: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Divergence], torch.Tensor
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """One objective, whole. Its functions are pure PyTorch and know no shards and no chunks."""
+
+    on_support: OnSupport
+    """(student, teacher, divergence) -> nats [n], from a truncated teacher, the bucket included
+    where divergence.tail asks for it (`with_bucket`). Autograd differentiates it by log_q, q,
+    log_rest and rest."""
+
+    terms: Terms | None = None
+    """(p, log_p, q, log_q, divergence) -> what each outcome adds, in the shape of all four: the
+    definition as on paper, for `megatron_kd.losses.reference`. p and q may be 0, where log_p and
+    log_q are finite or -inf. None: the reference has no such loss."""
+
+    row_sums: RowSums | None = None
+    """(log_q [n, vp], log_p [n, vp], divergence) -> `sums` tensors [n], sums over this rank's
+    vocabulary: the divergence, then what `gradient` needs besides. None: refused online."""
+
+    gradient: Gradient | None = None
+    """(log_q [n, vp], log_p [n, vp], the sums [n] over all shards, divergence) -> the divergence's
+    derivative by the student's logits over the temperature [n, vp]. None: refused online."""
+
+    sums: int = 1
+    """How many tensors `row_sums` returns."""
+
+    smallest_rest: float = 0.0
+    """The least mass off the support that the formula takes the teacher to have."""
+
+
+def with_bucket(
+    loss: torch.Tensor, term: torch.Tensor, student: StudentProbabilities, divergence: Divergence
+) -> torch.Tensor:
+    """loss [n], plus the bucket's term [n] where the tail is a bucket and holds an outcome."""
+    if divergence.tail != "bucket":
+        return loss
+    return loss + torch.where(student.has_rest, term, 0.0)
