@@ -11,6 +11,7 @@ import sys
 import warnings
 
 from megatron_kd.full_disk import full_disk
+from megatron_kd.teacher.engines import ENGINES
 
 COMMANDS = {
     # name: (module, one-line help; the module is imported only when its command is used)
@@ -53,6 +54,8 @@ COMMANDS = {
         "KL(teacher || student) on held-out data",
     ),
 }
+
+ENGINES["megatron"] = "megatron_kd.host.megatron_engine.engine:MegatronEngine"
 
 
 def main(argv=None) -> int:

@@ -1,4 +1,5 @@
-"""What names a teacher: hashes over its configuration and over the bytes of its weights."""
+"""What names a Hugging Face model directory: hashes over its configuration, its weights' bytes and
+its tokenizer, and the license that its card states."""
 
 import functools
 import hashlib
@@ -10,7 +11,6 @@ from pathlib import Path
 import xxhash
 
 from megatron_kd.files import file_checksum
-from megatron_kd.teacher.engines.base import EngineError
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -22,11 +22,11 @@ def model_directory(teacher: str | os.PathLike) -> Path:
     """The folder of a local Hugging Face model.
 
     Raises:
-        EngineError: it is not one.
+        ValueError: It is not one.
     """
     path = Path(teacher)
     if not (path / "config.json").is_file():
-        raise EngineError(
+        raise ValueError(
             f"{teacher} is not a Hugging Face model directory (no config.json); only local "
             "directories are read"
         )
@@ -40,7 +40,7 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
     config.json is hashed without the keys that say nothing about the model.
 
     Raises:
-        EngineError: there are no weight files.
+        ValueError: There are no weight files.
     """
     path = Path(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
     if any(f.suffix == ".safetensors" for f in files):  # a .bin twin beside them is not read
         files = [f for f in files if f.suffix == ".safetensors"]
     if not files:
-        raise EngineError(f"{path} holds no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
+        raise ValueError(f"{path} holds no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
     with ThreadPoolExecutor(max_workers=4) as pool:  # xxhash lets go of the GIL
         digests = list(pool.map(_file_digest, files, (f.stat().st_mtime_ns for f in files)))
     whole = xxhash.xxh3_128()
@@ -80,8 +80,8 @@ def tokenizer_of(path: str | os.PathLike) -> str | None:
     return tokenizer_hash(AutoTokenizer.from_pretrained(path, use_fast=True))
 
 
-def licence_of(path: str | os.PathLike) -> str | None:
-    """The licence that a model directory's card states; None where it says nothing."""
+def license_of(path: str | os.PathLike) -> str | None:
+    """The license that a model directory's card states; None where it says nothing."""
     from huggingface_hub.repocard import metadata_load
 
     card = Path(path) / "README.md"

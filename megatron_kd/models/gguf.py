@@ -1,6 +1,6 @@
 """A teacher's GGUF file as a Hugging Face directory: weights, configuration, tokenizer, template.
 
-Quantised weights are expanded once, so that all that follows (capture, AutoBridge, ModelOpt) reads
+Quantized weights are expanded once, so that all that follows (capture, AutoBridge, ModelOpt) reads
 an ordinary model.
 """
 
@@ -9,10 +9,6 @@ import importlib.metadata
 import json
 import os
 from pathlib import Path
-
-import numpy as np
-import torch
-from huggingface_hub.repocard import metadata_save
 
 from megatron_kd.files import file_sha256, published_directory
 
@@ -32,7 +28,7 @@ _SETTINGS = {  # a GGUF field, without the architecture before it: the key of tr
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = ("bfloat16", "float32")
 
 
 def locate_gguf(package: str) -> Path:
@@ -74,7 +70,7 @@ def import_gguf(
     Args:
         gguf_file: A GGUF file of an architecture transformers can read.
         output: The directory to make.
-        dtype: "float32" keeps every dequantised value; "bfloat16" halves the size and rounds.
+        dtype: "float32" keeps every dequantized value; "bfloat16" halves the size and rounds.
         tokenizer: A directory with a tokenizer.json that replaces the one in the file.
         overwrite: Replace an existing `output`.
 
@@ -98,13 +94,15 @@ def import_gguf(
         reader = _open(gguf_file)
         fields = {key: field.contents() for key, field in reader.fields.items()}
         words = _load_tokenizer(tokenizer, fields)
-        model = _load_model(gguf_file.name, reader, fields, _DTYPES[dtype])
+        model = _load_model(gguf_file.name, reader, fields, dtype)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.config, name, getattr(words, name))
             setattr(model.generation_config, name, getattr(words, name))
         model.save_pretrained(folder)
         words.save_pretrained(folder)
-        if "general.license" in fields:  # where captures look for the teacher's licence
+        if "general.license" in fields:  # where captures look for the teacher's license
+            from huggingface_hub.repocard import metadata_save
+
             metadata_save(folder / "README.md", {"license": fields["general.license"]})
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
     return output
@@ -117,7 +115,13 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _open(gguf_file: Path):
-    from gguf import GGUFReader
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"reading {gguf_file.name} needs the package {error.name}, which is not installed; "
+            "pip install 'megatron-kd[gguf]'"
+        ) from error
 
     with open(gguf_file, "rb") as file:
         if file.read(4) != b"GGUF":
@@ -150,6 +154,8 @@ def _load_tokenizer(directory, fields: dict):
 
 def _settings(name: str, fields: dict, *, tied: bool) -> dict:
     """The transformers configuration of the model that the file's fields describe."""
+    import numpy as np
+
     architecture = fields["general.architecture"]
     scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
@@ -171,14 +177,15 @@ def _settings(name: str, fields: dict, *, tied: bool) -> dict:
     return {**settings, "model_type": architecture, "tie_word_embeddings": tied}
 
 
-def _load_model(name: str, reader, fields: dict, dtype: torch.dtype):
-    """The model with dequantised weights; `from_pretrained` would want accelerate for it."""
+def _load_model(name: str, reader, fields: dict, dtype: str):
+    """The model with dequantized weights; `from_pretrained` would want accelerate for it."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     config = AutoConfig.for_model(**_settings(name, fields, tied=tied))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.load_state_dict(_read_weights(reader, model, dtype), strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
@@ -191,7 +198,10 @@ def _load_model(name: str, reader, fields: dict, dtype: torch.dtype):
     return model
 
 
-def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _read_weights(reader, model, dtype: str) -> dict:
+    """The file's tensors by the model's own names, in the given dtype."""
+    import numpy as np
+    import torch
     from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
     from rich.console import Console
     from rich.progress import track
@@ -205,11 +215,11 @@ def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     names = {to_gguf.get_name(name, suffixes): name for name in model.state_dict()}
     # Undoes what the writer did to the weights: llama's q and k rows are stored in another order.
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    weights = {}
+    weights, kept = {}, getattr(torch, dtype)
     console = Console(stderr=True)
     quiet = not console.is_terminal
     for tensor in track(
-        reader.tensors, "dequantise", console=console, transient=True, disable=quiet
+        reader.tensors, "dequantize", console=console, transient=True, disable=quiet
     ):
         if tensor.name not in names:  # leaving it out would make another model of it
             raise ValueError(
@@ -218,7 +228,7 @@ def _read_weights(reader, model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             )
         values = dequantize(tensor.data, tensor.tensor_type)
         values = processor.process(values, tensor.name, tensor_key_mapping={}, parsed_parameters={})
-        weights[names[tensor.name]] = torch.from_numpy(np.copy(values.weights)).to(dtype)
+        weights[names[tensor.name]] = torch.from_numpy(np.copy(values.weights)).to(kept)
     return weights
 
 
@@ -231,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="Hugging Face directory to write"
     )
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="take the tokenizer from this directory instead"
     )

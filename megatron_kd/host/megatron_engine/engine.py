@@ -10,17 +10,20 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import transformers
-
-from megatron_kd.models.fingerprint import (
-    licence_of,
-    model_directory,
-    model_fingerprint,
-    tokenizer_of,
+from megatron_kd.models.fingerprint import model_directory
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    EngineOptions,
+    RowRequest,
+    TeacherDescription,
+    TeacherDocument,
+    TeacherEngine,
+    TeacherRows,
+    option,
 )
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows, Teacher
-from megatron_kd.teacher.engines.topk import draws_of
-from megatron_kd.teacher.engines.transformers import batches
+from megatron_kd.teacher.engines.batches import batches
+from megatron_kd.teacher.engines.draws import draws_of
+from megatron_kd.teacher.engines.model_directory import describe_directory
 
 # Micro-batches per pipeline stage that are under way together: enough to hide the filling of the
 # pipeline.
@@ -28,57 +31,63 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronOptions:
+class MegatronOptions(EngineOptions):
     """How the teacher is spread over the ranks."""
 
-    dtype: str = "auto"
-    """"auto" (the checkpoint's), "float32" or "bfloat16"."""
-    batch_tokens: int = 4096
-    """Padded tokens of one micro-batch; a longer document runs alone."""
-    tensor_parallel: int = 1
-    """Ranks that share each layer."""
-    pipeline_parallel: int = 1
-    """Ranks that share the layers out."""
-    trust_remote_code: bool = False
-    head_chunk_bytes: int = 512 << 20
-    """Bound on what the logits of one head chunk take on a rank, with their fp32 copies."""
+    dtype: str = option(
+        "auto",
+        "the weights' dtype; auto: the checkpoint's",
+        shapes_rows=True,
+        recorded_at_default=True,
+        choices=("auto", "float32", "bfloat16"),
+    )
+    batch_tokens: int = option(
+        4096,
+        "padded tokens of one forward pass; a longer document runs alone",
+        shapes_rows=True,
+        recorded_at_default=True,
+        minimum=1,
+    )
+    tensor_parallel: int = option(1, "ranks that share each layer", minimum=1)
+    pipeline_parallel: int = option(1, "ranks that share the layers out", minimum=1)
+    trust_remote_code: bool = option(
+        False, "run code that the model directory brings", shapes_rows=True
+    )
+    head_chunk_bytes: int = option(
+        512 << 20,
+        "bound on what the logits of one chunk of rows take, with their fp32 copies",
+        shapes_rows=True,
+        minimum=1,
+    )
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise EngineError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        if min(self.batch_tokens, self.tensor_parallel, self.pipeline_parallel) < 1:
-            raise EngineError(
-                "batch_tokens, tensor_parallel and pipeline_parallel must be positive"
-            )
 
-
-class MegatronEngine:
-    """A causal LM in Megatron-Core, loaded through Megatron-Bridge; see TeacherEngine for the
-    interface."""
+class MegatronEngine(TeacherEngine):
+    """A causal LM in Megatron-Core, loaded through Megatron-Bridge."""
 
     Options = MegatronOptions
     spans_ranks = True
     _ranks = None  # what the running session holds
 
     @classmethod
-    def describe(cls, teacher: str, options: MegatronOptions) -> Teacher:
+    def describe(cls, teacher: str, options: MegatronOptions) -> TeacherDescription:
+        cls._refuse_outside_session()
         import megatron.bridge
         import megatron.core
 
-        path = model_directory(teacher)
-        config = transformers.AutoConfig.from_pretrained(
-            path, trust_remote_code=options.trust_remote_code
-        ).get_text_config()
-        return Teacher(
-            version=f"megatron-core {megatron.core.__version__}, "
+        return describe_directory(
+            teacher,
+            f"megatron-core {megatron.core.__version__}, "
             f"megatron-bridge {megatron.bridge.__version__}",
-            fingerprint=model_fingerprint(path),
-            output_rows=config.vocab_size,
-            hidden_size=config.hidden_size,
-            max_tokens=getattr(config, "max_position_embeddings", None),
-            tokenizer=tokenizer_of(path),
-            licence=licence_of(path),
+            trust_remote_code=options.trust_remote_code,
         )
+
+    @classmethod
+    def _refuse_outside_session(cls) -> None:
+        if cls._ranks is None:
+            raise EngineError(
+                "the megatron engine runs under torchrun only; make the missing shards with the "
+                "command that made the cache (torchrun … -m megatron_kd.cli capture …)"
+            )
 
     @classmethod
     @contextlib.contextmanager
@@ -120,16 +129,12 @@ class MegatronEngine:
             cls._ranks = None
 
     def __init__(self, teacher: str, request: RowRequest, options: MegatronOptions):
-        if self._ranks is None:
-            raise EngineError(
-                "the megatron engine runs under torchrun only; make the missing shards with the "
-                "command that made the cache (torchrun … -m megatron_kd.cli capture …)"
-            )
+        self._refuse_outside_session()
         self.request = request
         self.options = options
         self._ranks.load(model_directory(teacher), request)
 
-    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+    def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
         stages = self.options.pipeline_parallel
         together = _MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
         held: list[list[int]] = []
@@ -145,8 +150,8 @@ class MegatronEngine:
         """The ranks keep the teacher until the session ends."""
 
     def _run(
-        self, documents: Sequence[Document], held: list[list[int]]
-    ) -> Iterator[tuple[int, Rows]]:
+        self, documents: Sequence[TeacherDocument], held: list[list[int]]
+    ) -> Iterator[tuple[int, TeacherRows]]:
         work = [
             [
                 (

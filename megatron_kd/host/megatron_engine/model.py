@@ -5,8 +5,8 @@ The leader (first tensor rank of the last stage, where the rows come out) sends 
 ranks as one object; every rank then runs the same schedule. No rank ever holds the logits of a
 whole sequence, or of the whole vocabulary.
 
-Letters: m micro-batches, b documents of one, s padded tokens, r asked rows, c rows of a head chunk,
-D hidden size, V vocabulary, Vp this rank's part of it, K kept candidates.
+Letters: m micro-batches, b documents of one, s padded tokens, r asked rows, n rows of a chunk, h
+hidden size, vp this rank's part of the vocabulary.
 """
 
 import datetime
@@ -22,11 +22,10 @@ from megatron.core.utils import unwrap_model
 
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.output_layer import OutputLayerTap
-from megatron_kd.teacher.engines.base import EngineError, RowRequest, Rows
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRows
 from megatron_kd.teacher.engines.sharded_topk import select_sharded
+from megatron_kd.teacher.engines.topk import Selected, chunk_rows, select_by_chunks
 
-# fp32 copies of a chunk of logits that live at once while it is selected from.
-_CHUNK_COPIES = 4
 # A follower waits while the leader encodes and writes a shard.
 _PATIENCE = datetime.timedelta(days=2)
 
@@ -34,7 +33,11 @@ Work = list[list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]  # [m][b] (t
 
 
 class Ranks:
-    """All ranks of one teacher: the leader's `load`, `run` and `dismiss` happen on each of them."""
+    """All ranks of one teacher: the leader's `load`, `run` and `dismiss` happen on each of them.
+
+    Args:
+        options: The Options of the engine that this is the second half of.
+    """
 
     def __init__(self, options):
         self.options = options
@@ -51,7 +54,7 @@ class Ranks:
     def load(self, path, request: RowRequest) -> None:
         self._send(("load", (path, request)))
 
-    def run(self, work: Work) -> list[Rows]:
+    def run(self, work: Work) -> list[TeacherRows]:
         """Rows of every document of every micro-batch, in order."""
         return self._send(("run", (work,)))
 
@@ -76,14 +79,14 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _send(self, step: tuple) -> list[Rows] | None:
+    def _send(self, step: tuple) -> list[TeacherRows] | None:
         self._busy = True
         dist.broadcast_object_list([step], src=self._leader, group=self._control)
         result = self._do(step)
         self._busy = False
         return result
 
-    def _do(self, step: tuple) -> list[Rows] | None:
+    def _do(self, step: tuple) -> list[TeacherRows] | None:
         name, arguments = step
         if name == "load":
             self._stage = _Stage(*arguments, self.options)
@@ -104,10 +107,10 @@ class _Stage:
         if self._last:
             rows = self._tap.layer.output_size_per_partition
             self._first_id = rows * self._tp.rank()
-            self._chunk_rows = max(1, options.head_chunk_bytes // (rows * 4 * _CHUNK_COPIES))
+            self._chunk_rows = chunk_rows(options.head_chunk_bytes, rows)
         self._check_head()
 
-    def run(self, work: Work) -> list[Rows]:
+    def run(self, work: Work) -> list[TeacherRows]:
         """Rows of all documents on the last stage, nothing elsewhere."""
         found = self._forward(work, self._select)
         return [rows for batch in found for rows in batch]
@@ -139,45 +142,32 @@ class _Stage:
         )
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[c, D] → [c, Vp]."""
+        """[n, h] → [n, vp]."""
         weight = self._tap.weight
         return torch.nn.functional.linear(hidden_states.to(weight.dtype), weight, self._tap.bias)
 
-    def _select(self, hidden_states: torch.Tensor, batch: list) -> list[Rows]:
-        """hidden_states: [b, s, D], what the output layer reads."""
+    def _select(self, hidden_states: torch.Tensor, batch: list) -> list[TeacherRows]:
+        """hidden_states: [b, s, h], what the output layer reads."""
         results = []
         for line, (_, rows, uniforms) in zip(hidden_states, batch, strict=False):
-            asked = line[torch.from_numpy(rows).to(line.device)]  # [r, D]
-            ids, logprobs, log_z = [], [], []
-            for start in range(0, len(rows), self._chunk_rows):
-                part = slice(start, start + self._chunk_rows)
-                chunk = select_sharded(
-                    self._logits(asked[part]),
-                    self._first_id,
-                    self.request,
-                    None if uniforms is None else uniforms[part],
-                    self._tp,
-                )
-                for store, value in zip((ids, logprobs, log_z), chunk, strict=True):
-                    store.append(value)
+            asked = line[torch.from_numpy(rows).to(line.device)]  # [r, h]
             results.append(
-                Rows(
-                    topk_ids=torch.cat(ids).cpu().numpy(),
-                    topk_logprobs=torch.cat(logprobs).cpu().numpy(),
-                    log_z={
-                        tau: torch.cat([chunk[tau] for chunk in log_z]).cpu().numpy()
-                        for tau in self.request.temperatures
-                    },
-                    hidden=asked.float().cpu().numpy() if self.request.hidden else None,
+                select_by_chunks(
+                    asked, self.request, uniforms, self._chunk_rows, self._select_chunk
                 )
             )
         return results
+
+    def _select_chunk(self, hidden_states: torch.Tensor, uniforms: np.ndarray | None) -> Selected:
+        return select_sharded(
+            self._logits(hidden_states), self._first_id, self.request, uniforms, self._tp
+        )
 
     def _check_head(self) -> None:
         """Refuses an architecture that does more with its logits than the output layer does."""
         tokens = np.random.default_rng(0).integers(0, self.request.vocab_size, 8, dtype=np.int32)
         work = [[(tokens, np.arange(8), None)]]
-        want = self._forward(work, lambda output, batch: output[0].float())  # [s, Vp]
+        want = self._forward(work, lambda output, batch: output[0].float())  # [s, vp]
         if self._last:
             self._tap.hands_input_through = True
         got = self._forward(work, lambda output, batch: self._logits(output[0]).float())

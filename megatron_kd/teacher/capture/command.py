@@ -9,12 +9,20 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_kd.cache.format import CODECS, HIDDEN_DTYPES
+from megatron_kd.cache.format import CODECS, HIDDEN_DTYPES, SAMPLINGS
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS
-from megatron_kd.teacher.capture.job import CaptureJob, capture, resume
-from megatron_kd.teacher.capture.plan import find_splits
-from megatron_kd.teacher.capture.workers import Stopped, Worker, stoppable
-from megatron_kd.teacher.engines.base import ENGINES, SAMPLINGS, EngineError, engine_class
+from megatron_kd.teacher.capture.engine_arguments import (
+    add_engine_arguments,
+    given_engine_options,
+)
+from megatron_kd.teacher.capture.job import CaptureJob
+from megatron_kd.teacher.capture.sample_documents import find_splits
+from megatron_kd.teacher.capture.shards import capture
+from megatron_kd.teacher.capture.shards import recapture as resume  # what verify asks for
+from megatron_kd.teacher.capture.signals import Stopped, stoppable
+from megatron_kd.teacher.capture.workers import Worker
+from megatron_kd.teacher.engines import engine_class, explained_absence
+from megatron_kd.teacher.engines.base import EngineError
 
 __all__ = ["add_arguments", "resume", "run"]
 
@@ -29,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, help="folder for the cache, one sub-folder per split"
     )
-    parser.add_argument("--engine", default="transformers", choices=sorted(ENGINES))
     parser.add_argument("--worker", help="i/n: make every n-th shard, beginning with the i-th")
     parser.add_argument("--split", action="append", help="only this split (may be repeated)")
 
@@ -44,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SAMPLINGS,
         help="random: K draws instead of the K largest",
     )
-    kept.add_argument("--seed", type=int, default=1234, help="of random draws")
+    kept.add_argument("--seed", type=int, default=1234, help="seed of the random draws")
     kept.add_argument(
         "--temperatures",
         type=float,
@@ -62,43 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stored = parser.add_argument_group("how it is stored")
     stored.add_argument("--codec", default="compact", choices=CODECS)
     stored.add_argument("--shard-positions", type=int, default=DEFAULT_SHARD_POSITIONS)
-    stored.add_argument("--licence", help="the teacher's; default: what its model card says")
+    stored.add_argument(
+        "--license",
+        dest="licence",
+        metavar="LICENSE",
+        help="the teacher's; default: what its model card says",
+    )
+    stored.add_argument("--licence", help=argparse.SUPPRESS)  # the spelling of earlier releases
 
-    engine = parser.add_argument_group("engine options (each engine takes those it knows)")
-    for name, kind, text in (
-        ("dtype", str, "auto, float32, bfloat16 or float16"),
-        ("batch-tokens", int, "tokens of one forward pass, padding included"),
-        ("device-map", str, "transformers: auto, or a JSON object"),
-        ("attention", str, "transformers: attention implementation"),
-        ("tensor-parallel", int, "vllm, megatron: GPUs that share each layer"),
-        ("pipeline-parallel", int, "megatron: ranks that share the layers out"),
-        ("max-model-len", int, "vllm: longest prompt"),
-        ("gpu-memory-utilization", float, "vllm: share of the GPU"),
-        ("concurrency", int, "servers: requests under way at once"),
-        ("timeout-s", float, "servers: seconds for one request"),
-        ("retries", int, "servers: further tries of a request"),
-    ):
-        engine.add_argument(f"--{name}", type=kind, help=text)
-    engine.add_argument("--server", action="append", help="servers: address (may be repeated)")
-    engine.add_argument("--trust-remote-code", action="store_true", default=None)
-
-
-# Options that an engine may or may not know.
-_ENGINE_OPTIONS = (
-    "dtype",
-    "batch_tokens",
-    "device_map",
-    "attention",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "concurrency",
-    "timeout_s",
-    "retries",
-    "server",
-    "trust_remote_code",
-)
+    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,10 +89,9 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.data} has no split {', '.join(unknown)}, but {', '.join(splits)}"
             )
         splits = {name: splits[name] for name in splits if name in args.split}
-    given = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
     common = dict(
         engine=args.engine,
-        options={name: value for name, value in given.items() if value is not None},
+        options=given_engine_options(args),
         topk=args.topk,
         top_p=args.top_p,
         sampling=args.sampling,
@@ -135,21 +113,16 @@ def run(args: argparse.Namespace) -> int:
         for name, path in splits.items()
     }
     engine = engine_class(args.engine)
-    spans_ranks = getattr(engine, "spans_ranks", False)
     if args.worker:
-        worker = Worker.parse(args.worker, os.environ, ranks=not spans_ranks)
+        worker = Worker.parse(args.worker, os.environ, ranks=not engine.spans_ranks)
     else:
-        worker = Worker.from_environment(os.environ, ranks=not spans_ranks)
+        worker = Worker.from_environment(os.environ, ranks=not engine.spans_ranks)
+    options = next(iter(jobs.values()))[0].engine_options()
     try:
-        with stoppable():
-            if spans_ranks:
-                options = next(iter(jobs.values()))[0].engine_options()
-                with engine.session(options) as leads:
-                    if not leads:
-                        return 0
-                    complete = capture(jobs, worker)
-            else:
-                complete = capture(jobs, worker)
+        with stoppable(), explained_absence(args.engine), engine.session(options) as leads:
+            if not leads:
+                return 0
+            complete = capture(jobs, worker)
     except Stopped as stop:
         print(
             f"megatron-kd capture: stopped by {stop}; finished shards are kept. Run the same "

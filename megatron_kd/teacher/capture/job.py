@@ -1,269 +1,184 @@
-"""One capture: what it was asked to do, and the making of its shards.
+"""What a capture was asked to do, and what that comes to: the shards' plan and what all of them
+share.
 
-Every worker opens the same directory with the same description, makes the shards that are its own
-and not there yet, and publishes the manifest if its shard was the last one missing. Nothing is
-shared but files that appear whole.
+What a shard holds depends on the job alone, never on how many processes share the work, so any of
+them can make any shard and the result is the same.
 """
 
-import errno
-import json
-import os
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.format import (
-    MANIFEST_NAME,
-    CacheError,
-    parse_manifest,
-    read_text,
+from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheSpec
+from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, plan_shards
+from megatron_kd.data.sequences import SequenceReader
+from megatron_kd.teacher.engines import engine_class
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    EngineOptions,
+    RowRequest,
+    TeacherDescription,
 )
-from megatron_kd.cache.writer import (
-    ShardWriter,
-    finished_shards,
-    open_directory,
-    publish_manifest,
-    reopen,
-)
-from megatron_kd.files import publish
-from megatron_kd.teacher.capture.plan import SampleRows, pieces
-from megatron_kd.teacher.capture.progress import CaptureProgress
-from megatron_kd.teacher.capture.setting import CaptureJob, Setting, resolve
-from megatron_kd.teacher.capture.trial import Trial
-from megatron_kd.teacher.capture.workers import Worker
-from megatron_kd.teacher.engines.base import EngineError, engine_class
-from megatron_kd.teacher.engines.http_client import API_KEY
-
-# What `verify --repair` needs to make a shard again; beside the shards until the manifest carries
-# it.
-_ORIGIN_NAME = ".capture.json"
-_TELLING_TOPK = 20  # with fewer candidates a good teacher may miss many next tokens
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict[str, bool]:
-    """Makes this worker's missing shards of several splits.
+@dataclass(frozen=True, kw_only=True)
+class CaptureJob:
+    """A capture of one split, as plain values: they travel in the cache's manifest so that it can
+    be repaired."""
 
-    Args:
-        jobs: Split name: (job, cache directory). All are checked before the teacher is loaded.
+    data: str
+    """Folder of the split's prepared sequences."""
+    teacher: str
+    """Model directory, or the model's name at its server."""
+    engine: str = "transformers"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's own options that were given."""
+    topk: int = 100
+    top_p: float = 1.0
+    sampling: str = "topk"
+    seed: int = 1234
+    temperatures: tuple[float, ...] = ()
+    hidden_dtype: str | None = None
+    """None keeps no hidden states."""
+    codec: str = "compact"
+    shard_positions: int = DEFAULT_SHARD_POSITIONS
+    vocab_size: int | None = None
+    """None takes the tokenizer's, from the data."""
+    licence: str | None = None
+    """The teacher's license; None takes what its model card says. The manifest spells it so."""
 
-    Returns:
-        Split name: whether its cache is complete now (False: other workers have shards to make).
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+
+    def engine_options(self) -> EngineOptions:
+        """The engine's options object.
+
+        Raises:
+            EngineError: an option is not one of this engine's, or its value is refused.
+        """
+        kind = engine_class(self.engine).Options
+        known = {f.name for f in fields(kind)}
+        unknown = sorted(set(self.options) - known)
+        if unknown:
+            raise EngineError(
+                f"{', '.join(unknown)}: not an option of the {self.engine} engine, which has "
+                f"{', '.join(sorted(known))}"
+            )
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()})
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A job with everything resolved that does not need the teacher loaded."""
+
+    job: CaptureJob
+    reader: SequenceReader
+    options: EngineOptions
+    described: TeacherDescription
+    request: RowRequest
+    spec: CacheSpec
+    plan: np.ndarray  # [shards + 1] int64, shard i holds samples plan[i] to plan[i + 1]
+    positions: np.ndarray  # [samples] int64
+
+
+def resolve(job: CaptureJob) -> ResolvedJob:
+    """Checks a job against its data and its teacher, without loading the teacher.
 
     Raises:
-        ValueError: the data, teacher, options and directory do not go together; the message says
-            how to go on.
-        OSError: the disk is full, or the teacher stopped answering. Finished shards are kept.
+        ValueError: They do not go together; the message says what to change.
+        OSError: The teacher's server does not answer.
     """
-    settings = {name: (resolve(job), output) for name, (job, output) in jobs.items()}
-    folders = {
-        name: open_directory(output, setting.spec) for name, (setting, output) in settings.items()
-    }
-    complete = {}
-    with _Engines() as engines:
-        for name, (setting, _) in settings.items():
-            folder = folders[name]
-            _reopen_if_incomplete(setting, folder)
-            if not (folder / MANIFEST_NAME).exists():
-                publish(folder / _ORIGIN_NAME, _origin_text(setting.job))
-                _make(
-                    setting,
-                    folder,
-                    name if worker.count == 1 else f"{name} {worker}",
-                    worker,
-                    engines,
-                )
-            complete[name] = _complete(setting, folder)
-    return complete
+    reader = SequenceReader(job.data)
+    data = reader.manifest
+    options = job.engine_options()
+    engine = engine_class(job.engine)
+    described = engine.describe(job.teacher, options)
+    vocab_size = job.vocab_size or data["vocab_size"]
+    if described.output_rows is not None and described.output_rows < vocab_size:
+        raise EngineError(
+            f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
+            f"size {vocab_size}: this is not the teacher the data was tokenised for"
+        )
+    if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
+        raise EngineError(
+            f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
+            f"its ids mean other tokens; prepare the data with --tokenizer {job.teacher}, or take "
+            "the teacher of that tokenizer"
+        )
+    if job.hidden_dtype and described.hidden_size is None:
+        raise EngineError(
+            f"the {job.engine} engine returns no hidden states; use the transformers engine or "
+            "leave out --hidden-dtype"
+        )
+    if (data["seq_length"] + 1) * job.topk > MAX_SAMPLE_SLOTS:
+        raise EngineError(
+            f"sequences of {data['seq_length'] + 1} tokens with {job.topk} candidates exceed the "
+            f"{MAX_SAMPLE_SLOTS} slots a sample may have; lower --topk, or prepare shorter ones"
+        )
+    request = RowRequest(
+        topk=job.topk,
+        vocab_size=vocab_size,
+        top_p=job.top_p,
+        sampling=job.sampling,
+        seed=job.seed,
+        temperatures=job.temperatures,
+        hidden=job.hidden_dtype is not None,
+    )
+    sampling: Any = job.sampling
+    if job.sampling == "random":
+        sampling = {"method": "random", "draws": job.topk, "seed": job.seed}
+    elif job.top_p < 1.0:
+        sampling = {"method": "topk", "top_p": job.top_p}
+    spec = CacheSpec(
+        vocab_size=vocab_size,
+        topk=job.topk,
+        teacher=described.fingerprint,
+        tokenizer=data["tokenizer"],
+        codec=job.codec,
+        engine={"name": job.engine, "version": described.version},
+        sampling=sampling,
+        template=data.get("template"),
+        packing=data["packing"],
+        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
+        temperatures=job.temperatures,
+        hidden_size=described.hidden_size if job.hidden_dtype else 0,
+        hidden_dtype=job.hidden_dtype or "float16",
+        licence=job.licence or described.license,
+        parameters={"shard_positions": job.shard_positions, **options.recorded()},
+    )
+    positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
+    plan = plan_shards(positions, job.shard_positions)
+    return ResolvedJob(job, reader, options, described, request, spec, plan, positions)
 
 
-def resume(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict:
-    """Makes missing shards of a cache again, by the parameters it was captured with; for
-    `megatron-kd verify --repair`.
+def as_begun(resolved: ResolvedJob, earlier: CaptureJob, begun: CacheSpec) -> ResolvedJob:
+    """A job as its directory was begun, where that was before all of its options were recorded.
+
+    The first releases recorded `dtype` and `batch_tokens` alone among the options that shape rows;
+    the others stand in the job that the directory names as its origin. What it says counts, and the
+    directory keeps its description, to which its shards are bound.
 
     Args:
-        path: The cache's directory, complete or not.
-        shards: Shards to make again even though they are there. None: those that are missing.
-
-    Returns:
-        The new manifest.
+        earlier: The job that the directory names.
+        begun: What describes the directory.
 
     Raises:
-        ValueError: data or teacher are not those of the cache any more.
-        OSError: as in capture_split.
+        EngineError: An option that shapes rows had another value there.
     """
-    folder = Path(path)
-    manifest_file, origin_file = folder / MANIFEST_NAME, folder / _ORIGIN_NAME
-    if manifest_file.exists():
-        origin = parse_manifest(read_text(manifest_file), str(manifest_file))[0]["origin"]
-    elif origin_file.exists():
-        origin = json.loads(origin_file.read_text())
-    else:
+    if earlier.engine != resolved.job.engine:
+        return resolved  # the description says so itself
+    there, here = earlier.engine_options().shaping(), resolved.options.shaping()
+    differing = {name: (there[name], here[name]) for name in here if there[name] != here[name]}
+    if differing:
         raise EngineError(
-            f"{folder} does not say how it was captured; run megatron-kd capture with its "
-            "parameters again"
+            f"the cache was begun with other engine options (there, here): {differing}; use the "
+            "same settings, or another directory"
         )
-    try:
-        job = CaptureJob(**origin)
-    except TypeError as error:
-        raise EngineError(f"{folder} was not captured by megatron-kd capture: {error}") from error
-    if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
-        raise EngineError(
-            f"{folder} was captured with --trust-remote-code, which is never repeated unasked; "
-            "give its megatron-kd capture command again"
-        )
-    if job.options.get("server") and os.environ.get(API_KEY):
-        raise EngineError(
-            f"{folder} names its own servers {list(job.options['server'])}, to which the key in "
-            f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
-            "makes the missing shards"
-        )
-    setting = resolve(job)
-    open_directory(folder, setting.spec)
-    if manifest_file.exists():
-        there = finished_shards(folder)
-        again = set(range(len(setting.plan) - 1)) - set(there) if shards is None else set(shards)
-        publish(origin_file, _origin_text(job))
-        reopen(folder, without=sorted(again))
-    with _Engines() as engines:
-        _make(setting, folder, folder.name, Worker(), engines)
-    _complete(setting, folder)
-    return json.loads(manifest_file.read_text())
-
-
-def _reopen_if_incomplete(setting: Setting, folder: Path) -> None:
-    """Makes a complete cache an unfinished one where shards got lost since."""
-    try:
-        lost = sorted(set(range(len(setting.plan) - 1)) - set(finished_shards(folder)))
-        if not (folder / MANIFEST_NAME).exists() or not lost:
-            return
-        print(
-            f"{folder}: shard {', '.join(map(str, lost))} missing or cut since the cache was "
-            "complete; captured again",
-            file=sys.stderr,
-        )
-        reopen(folder, without=lost)
-    except FileNotFoundError:  # another worker did so between two looks at the directory
-        if (folder / MANIFEST_NAME).exists():
-            raise
-
-
-class _Engines:
-    """Loads the teacher when its first row is asked for, and keeps it for the next split."""
-
-    def __init__(self):
-        self._key = self._engine = None
-
-    def __enter__(self) -> "_Engines":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._engine is not None:
-            self._engine.close()
-
-    def of(self, setting: Setting):
-        job = setting.job
-        key = (job.engine, job.teacher, setting.request, setting.options)
-        if key != self._key:
-            self.__exit__()
-            self._engine = engine_class(job.engine)(job.teacher, setting.request, setting.options)
-            self._key = key
-        return self._engine
-
-
-def _make(setting: Setting, folder: Path, label: str, worker: Worker, engines: _Engines) -> None:
-    """Makes the worker's shards that are not finished. Loads the teacher only if there are any."""
-    finished = finished_shards(folder)
-    shards = len(setting.plan) - 1
-    todo = [shard for shard in range(shards) if worker.takes(shard) and shard not in finished]
-    if not todo:
-        return
-    of_shard = np.add.reduceat(setting.positions, setting.plan[:-1])
-    engine = engines.of(setting)
-    progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(folder).free)
-    try:
-        for shard in todo:
-            try:
-                _make_shard(setting, engine, folder, shard, progress)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                raise OSError(
-                    f"{error}. Shard {shard} of {shards} in {folder} could not be written; the "
-                    "finished ones are kept. Make room and run the same command again to go on"
-                ) from error
-    finally:
-        progress.close()
-
-
-def _make_shard(
-    setting: Setting, engine, folder: Path, shard: int, progress: CaptureProgress
-) -> None:
-    first, last = int(setting.plan[shard]), int(setting.plan[shard + 1])
-    found = pieces(setting.reader, first, last, setting.spec.packing)
-    longest = max((piece.document.run_tokens for piece in found), default=0)
-    limit = setting.described.max_tokens
-    if limit is not None and longest > limit:
-        raise EngineError(
-            f"{setting.job.teacher} gives rows for at most {limit} tokens of a text with the "
-            f"{setting.job.engine} engine, the data has texts of {longest}; prepare it with "
-            f"--seq-length {limit} or less"
-        )
-    held = {
-        index: SampleRows(
-            np.asarray(setting.reader[index].loss_mask),
-            setting.request,
-            setting.spec.hidden_size,
-            setting.spec.hidden_dtype,
-        )
-        for index in range(first, last)
+    recorded = {
+        name: value
+        for name, value in resolved.spec.parameters.items()
+        if name in (begun.parameters or {})
     }
-    trial = Trial(setting.spec)
-    for number, rows in engine.stream([piece.document for piece in found]):
-        piece = found[number]
-        held[piece.sample].put(piece, rows)
-        progress.advance(len(piece.document.rows))
-        if progress.wants_estimate:
-            trial.add(piece.document, rows)
-            if progress.ready_to_estimate:
-                share = trial.label_share() if setting.spec.topk >= _TELLING_TOPK else None
-                progress.estimate(trial.bytes_per_position(), share)
-    writer = ShardWriter(folder, setting.spec, shard, first)
-    for index in range(first, last):
-        sample, rows = setting.reader[index], held.pop(index)
-        writer.append(
-            sample.tokens,
-            sample.loss_mask,
-            rows.topk_ids,
-            rows.topk_logprobs,
-            cu_seqlens=sample.cu_seqlens,
-            log_z=rows.log_z,
-            hidden=rows.hidden,
-        )
-    writer.publish()
-
-
-def _complete(setting: Setting, folder: Path) -> bool:
-    """Publishes the manifest if every shard is there; so does any other worker that sees them
-    all."""
-    manifest = folder / MANIFEST_NAME
-    if not manifest.exists():
-        try:
-            if len(finished_shards(folder)) < len(setting.plan) - 1:
-                return manifest.exists()
-            publish_manifest(folder, samples=len(setting.reader), origin=asdict(setting.job))
-        except (FileNotFoundError, CacheError):
-            # Another worker published between two looks at the directory and took the entry files
-            # away.
-            if not manifest.exists():
-                raise
-    (folder / _ORIGIN_NAME).unlink(missing_ok=True)
-    return True
-
-
-def _origin_text(job: CaptureJob) -> bytes:
-    return json.dumps(asdict(job), sort_keys=True).encode()
+    return replace(resolved, spec=replace(resolved.spec, parameters=recorded))

@@ -3,8 +3,10 @@ left."""
 
 import sys
 import time
+from datetime import timedelta
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,7 +18,8 @@ from rich.progress import (
 
 _LINE_EVERY_S = 15.0
 _ESTIMATE_AFTER_S = 2.0
-# Of a language model's twenty first candidates on text of its own tokenizer: 80 to 99 %.
+# On text of its own tokenizer, 80 to 99 % of the next tokens are among a model's first twenty
+# candidates.
 _UNLIKELY_SHARE = 0.4
 
 
@@ -94,11 +97,11 @@ class CaptureProgress:
         self._say(
             f"estimate from {self.done:,} positions: {self.positions:,} positions at "
             f"{self._rate:,.0f}/s take {_duration(self.positions / self._rate)} and "
-            f"{_size(total_bytes)} ({bytes_per_position:.0f} bytes/position)"
+            f"{decimal(int(total_bytes))} ({bytes_per_position:.0f} bytes/position)"
         )
         if self._free_bytes is not None and total_bytes > self._free_bytes:
             self._say(
-                f"warning: only {_size(self._free_bytes)} are free there; the capture will stop "
+                f"warning: only {decimal(self._free_bytes)} are free there; the capture will stop "
                 "when the disk is full, keep its finished shards, and go on when it is run again "
                 "with more room"
             )
@@ -122,16 +125,4 @@ class CaptureProgress:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    return str(timedelta(seconds=round(seconds)))

@@ -1,9 +1,7 @@
-"""Which part of the shards this process makes, and how it is asked to stop."""
+"""Which part of the shards this process makes."""
 
-import contextlib
 import re
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_kd.teacher.engines.base import EngineError
@@ -72,31 +70,3 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     if text and not re.fullmatch(r"\d+", text):
         raise EngineError(f"the environment variable {name} must be a number, got {text!r}")
     return int(text) if text else default
-
-
-class Stopped(Exception):
-    """SIGTERM or SIGINT came. `status` is the exit status that says so."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.status = 128 + signum
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT raise Stopped once; what is on disk stays whole, as after any
-    kill."""
-
-    def stop(signum, frame):
-        for name in before:
-            signal.signal(name, signal.SIG_DFL)  # a second one need not wait for the tidying up
-        raise Stopped(signum)
-
-    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
-    for name in before:
-        signal.signal(name, stop)
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

@@ -1,0 +1,46 @@
+"""The teacher engines, by the name that `--engine` takes.
+
+An engine of another package, or of another part of this one, is a further entry: its class, or
+"module:Class", whose module is imported when options are listed or the engine is used.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
+
+ENGINES: dict[str, str | type[TeacherEngine]] = {
+    "transformers": "megatron_kd.teacher.engines.transformers:TransformersEngine",
+    "vllm": "megatron_kd.teacher.engines.vllm:VllmEngine",
+    "vllm-server": "megatron_kd.teacher.engines.vllm_server:VllmServerEngine",
+    "sglang": "megatron_kd.teacher.engines.sglang:SglangEngine",
+}
+
+
+def engine_class(name: str) -> type[TeacherEngine]:
+    """The class behind an engine's name.
+
+    Raises:
+        EngineError: There is no such engine, or the package it needs is not installed.
+    """
+    if name not in ENGINES:
+        raise EngineError(f"no teacher engine {name!r}; there are {', '.join(sorted(ENGINES))}")
+    entry = ENGINES[name]
+    if not isinstance(entry, str):
+        return entry
+    module, _, attribute = entry.partition(":")
+    with explained_absence(name):
+        return getattr(importlib.import_module(module), attribute)
+
+
+@contextlib.contextmanager
+def explained_absence(name: str) -> Iterator[None]:
+    """While inside, a package that is not installed is an EngineError that names engine and
+    package. Engines import what is heavy when it is needed, so this may come late."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"the {name} engine needs the package {error.name}, which is not installed here"
+        ) from error

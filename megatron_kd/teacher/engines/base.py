@@ -1,30 +1,22 @@
 """What every teacher engine is: documents in, the kept part of the teacher's next-token
 distributions out.
 
-Letters: n tokens of a document, r asked rows, K kept candidates, V teacher vocabulary, D teacher
+Letters: n tokens of a document, r asked rows, k kept candidates, v teacher vocabulary, h teacher
 hidden size.
 
 Row t is the teacher's distribution of tokens[t + 1] given tokens[0 .. t]. The normaliser is that of
 the whole vocabulary (ids below `vocab_size`) at temperature 1, whatever is kept of it.
 """
 
-import importlib
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
 
-SAMPLINGS = ("topk", "random")
-
-ENGINES = {
-    # name: (module, class; the module is imported only when the engine is asked for)
-    "transformers": ("megatron_kd.teacher.engines.transformers", "TransformersEngine"),
-    "vllm": ("megatron_kd.teacher.engines.vllm", "VllmEngine"),
-    "vllm-server": ("megatron_kd.teacher.engines.vllm_server", "VllmServerEngine"),
-    "megatron": ("megatron_kd.host.megatron_engine.engine", "MegatronEngine"),
-    "sglang": ("megatron_kd.teacher.engines.sglang", "SglangEngine"),
-}
+from megatron_kd.cache.format import SAMPLINGS
 
 
 class EngineError(ValueError):
@@ -52,8 +44,8 @@ class RowRequest:
     draws, an unbiased estimate of the distribution (arXiv 2503.16870). The weights of a row sum to
     one."""
     seed: int = 1234
-    """Of the draws; each document's draws depend on this and on its tokens, not on its place or
-    batch."""
+    """Seed of the random draws. What is drawn for a document depends on the seed and on the
+    document's tokens, not on its place or batch."""
     temperatures: tuple[float, ...] = ()
     """Further temperatures τ whose normaliser log Σ_v exp(log p_v / τ) is kept, so that τ ≠ 1 is
     exact in training."""
@@ -84,11 +76,13 @@ class RowRequest:
 
 
 @dataclass(frozen=True)
-class Document:
+class TeacherDocument:
     """One text that the teacher reads alone, from position 0."""
 
-    tokens: np.ndarray  # [n] int32
-    rows: np.ndarray  # [r] int64, ascending: positions whose next-token distribution is wanted
+    tokens: np.ndarray
+    """[n] int32."""
+    rows: np.ndarray
+    """[r] int64, ascending: positions whose next-token distribution is wanted."""
 
     @property
     def run_tokens(self) -> int:
@@ -98,19 +92,21 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TeacherRows:
     """The kept part of r distributions, sorted by falling probability, ties by rising id."""
 
-    topk_ids: np.ndarray  # [r, K] int32, distinct along K; -1 in unused slots (they come last)
-    topk_logprobs: np.ndarray  # [r, K] fp32, nats; -inf in unused slots
-    log_z: dict[float, np.ndarray] = field(
-        default_factory=dict
-    )  # τ: [r] fp32, log Σ_v exp(log p_v / τ)
-    hidden: np.ndarray | None = None  # [r, D] in the engine's dtype (fp32 where numpy lacks it)
+    topk_ids: np.ndarray
+    """[r, k] int32, distinct along k; -1 in unused slots, which come last."""
+    topk_logprobs: np.ndarray
+    """[r, k] fp32, nats; -inf in unused slots."""
+    log_z: dict[float, np.ndarray] = field(default_factory=dict)
+    """τ: [r] fp32, log Σ_v exp(log p_v / τ)."""
+    hidden: np.ndarray | None = None
+    """[r, h] in the engine's dtype (fp32 where numpy lacks it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
+class TeacherDescription:
     """What a cache's manifest says about its teacher."""
 
     version: str
@@ -120,56 +116,125 @@ class Teacher:
     output_rows: int | None = None
     """Rows of the output layer, padding included; None where a server does not say."""
     hidden_size: int | None = None
-    """D; None where the engine cannot return hidden states."""
+    """h; None where the engine cannot return hidden states."""
     max_tokens: int | None = None
     """The longest text it can give rows for; None where that is not known."""
     tokenizer: str | None = None
     """Hash of its tokenizer as prepared data names it; None where it cannot be seen."""
-    licence: str | None = None
+    license: str | None = None
+    """What its model card states; None where that is not known."""
 
 
-class TeacherEngine(Protocol):
-    """An engine is built from a teacher, a RowRequest and its own Options, and closed after use."""
+def option(
+    default: Any,
+    help: str,
+    *,
+    shapes_rows: bool = False,
+    recorded_at_default: bool = False,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field of an engine's Options. From it come the command line's option of that name, its
+    help, its place in the manifest and what is refused.
 
-    Options: type
-    """A dataclass of plain values, each field documented; the command line's options by the same
-    names."""
+    Args:
+        default: An option that is not given has this value.
+        help: What it does, for `megatron-kd capture --help`.
+        shapes_rows: Another value gives other rows, if only in their last bits. It is then recorded
+            in the cache, and a resumed capture with another value is refused.
+        recorded_at_default: Record it at its default too. The first caches hold some options so.
+            Leave it out for a new one: caches from before the option can then be resumed.
+        choices: The only values there are.
+        minimum: The smallest value there is.
+        metavar: What stands for the value in the help.
+    """
+    metadata = dict(
+        help=help,
+        shapes_rows=shapes_rows,
+        recorded_at_default=recorded_at_default,
+        choices=choices,
+        minimum=minimum,
+        metavar=metavar,
+    )
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine's Options derives from. Each field is made by `option` and holds a str, int,
+    float, bool, one of these or None, or a tuple of one of these."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if "help" not in f.metadata:
+                raise EngineError(f"the engine option {f.name} must be declared with option(…)")
+            value = getattr(self, f.name)
+            choices, minimum = f.metadata["choices"], f.metadata["minimum"]
+            if choices is not None and value not in choices:
+                raise EngineError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+            if minimum is not None and value is not None and value < minimum:
+                raise EngineError(f"{f.name} must be at least {minimum}, got {value}")
+
+    def shaping(self) -> dict[str, Any]:
+        """The options that shape rows, with their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["shapes_rows"]}
+
+    def recorded(self) -> dict[str, Any]:
+        """What a cache's manifest records of them: the options that shape rows, but at its default
+        an option only where `recorded_at_default` says so."""
+        always = {f.name for f in fields(self) if f.metadata["recorded_at_default"]}
+        defaults = {f.name: f.default for f in fields(self)}
+        return {
+            name: value
+            for name, value in self.shaping().items()
+            if name in always or value != defaults[name]
+        }
+
+
+class TeacherEngine(ABC):
+    """An engine is built from a teacher, a RowRequest and its own Options, and closed after use.
+
+    Its module is imported to list its options, so it imports what is heavy only inside functions.
+    """
+
+    Options: ClassVar[type[EngineOptions]]
+    """What can be set, beside the request."""
+    spans_ranks: ClassVar[bool] = False
+    """Whether all ranks of a torchrun hold one teacher together. Otherwise each rank is a worker
+    with a teacher of its own."""
 
     @classmethod
-    def describe(cls, teacher: str, options: Any) -> Teacher:
+    @contextlib.contextmanager
+    def session(cls, options: EngineOptions) -> Iterator[bool]:
+        """Surrounds `describe` and the engine's life. Yields whether this process runs the capture;
+        where it does not, its part is done by then."""
+        yield True
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, teacher: str, options: EngineOptions) -> TeacherDescription:
         """Names the teacher without loading it.
 
         Raises:
-            EngineError: it is not a teacher of this engine.
-            EngineUnavailable: its server does not answer.
+            ValueError: It is not a teacher of this engine.
+            EngineUnavailable: Its server does not answer.
         """
 
-    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+    @abstractmethod
+    def __init__(self, teacher: str, request: RowRequest, options: EngineOptions): ...
+
+    @abstractmethod
+    def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
         """Yields (index into documents, rows) once per document, in any order.
 
         Closing the iterator stops the work. Every document has at least one asked row.
 
         Raises:
-            EngineError: the teacher cannot give such rows.
-            EngineUnavailable: the teacher stopped answering.
+            EngineError: The teacher cannot give such rows.
+            EngineUnavailable: The teacher stopped answering.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Frees the teacher."""
-
-
-def engine_class(name: str) -> type:
-    """The class behind an engine's name.
-
-    Raises:
-        EngineError: no such engine, or the package it needs is not installed.
-    """
-    if name not in ENGINES:
-        raise EngineError(f"no teacher engine {name!r}; there are {', '.join(sorted(ENGINES))}")
-    module, attribute = ENGINES[name]
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise EngineError(
-            f"the {name} engine needs the package {error.name}, which is not installed here"
-        ) from error

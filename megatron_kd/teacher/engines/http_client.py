@@ -10,11 +10,20 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-import aiohttp
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    EngineOptions,
+    EngineUnavailable,
+    TeacherDescription,
+    TeacherDocument,
+    TeacherRows,
+    option,
+)
 
-from megatron_kd.teacher.engines.base import Document, EngineError, EngineUnavailable, Rows
+if TYPE_CHECKING:
+    import aiohttp
 
 API_KEY = "MEGATRON_KD_API_KEY"
 _FIRST_WAIT_S = 0.5
@@ -22,23 +31,22 @@ _LONGEST_WAIT_S = 30.0
 # Answers that may be another one later: overload, restart, a proxy that lost its server.
 _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True, kw_only=True)
-class HttpOptions:
-    """How a server is spoken to. None of it changes the rows."""
+class HttpOptions(EngineOptions):
+    """How servers are spoken to. None of it changes the rows."""
 
-    server: tuple[str, ...] = ()
-    """Base addresses, e.g. http://localhost:8000; several share the work in turn."""
-    concurrency: int = 16
-    """Requests under way at once, over all servers."""
-    timeout_s: float = 600.0
-    """For one request, from its sending to the last byte of its answer."""
-    retries: int = 5
-    """Further tries of a request after a lost connection, a timeout or an overload answer."""
+    server: tuple[str, ...] = option(
+        (), "a server's address; repeat it for several, which share the work", metavar="URL"
+    )
+    concurrency: int = option(16, "requests under way at once, over all servers", minimum=1)
+    timeout_s: float = option(600.0, "seconds from sending a request to its answer's last byte")
+    retries: int = option(
+        5, "further tries after a lost connection, a timeout or an overload answer", minimum=0
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.server:
             raise EngineError(
                 "this engine needs the address of its server: --server http://HOST:PORT"
@@ -46,11 +54,8 @@ class HttpOptions:
         for address in self.server:
             if not address.startswith(("http://", "https://")):
                 raise EngineError(f"--server must begin with http:// or https://, got {address!r}")
-        if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
-            raise EngineError(
-                "concurrency must be at least 1, retries at least 0 and timeout_s positive, got "
-                f"{self.concurrency}, {self.retries} and {self.timeout_s}"
-            )
+        if self.timeout_s <= 0:
+            raise EngineError(f"timeout_s must be positive, got {self.timeout_s}")
 
 
 class TeacherClient:
@@ -62,6 +67,8 @@ class TeacherClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "TeacherClient":
+        import aiohttp  # not at the top: the command line lists HttpOptions without it
+
         # From the environment: options travel in the cache's manifest, where a key must not lie.
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -84,6 +91,8 @@ class TeacherClient:
             EngineError: the server refused the request; its words are in the message.
             EngineUnavailable: no answer after all tries.
         """
+        import aiohttp
+
         trouble = ""
         for attempt in range(self.options.retries + 1):
             if attempt:
@@ -113,21 +122,39 @@ class TeacherClient:
         )
 
 
-def run_once(options: HttpOptions, task: Callable[[TeacherClient], Awaitable[Result]]) -> Result:
-    """Runs one coroutine with a client of its own."""
+def describe_servers(
+    options: HttpOptions,
+    describe_one: Callable[[TeacherClient, str], Awaitable[TeacherDescription]],
+) -> TeacherDescription:
+    """What the servers say of their teacher.
 
-    async def inside():
+    Args:
+        describe_one: Asks the server of an address.
+
+    Raises:
+        EngineError: They do not all serve the same.
+    """
+
+    async def ask_each() -> list[TeacherDescription]:
         async with TeacherClient(options) as client:
-            return await task(client)
+            return [await describe_one(client, server) for server in options.server]
 
-    return asyncio.run(inside())
+    first, *others = asyncio.run(ask_each())
+    for server, other in zip(options.server[1:], others, strict=True):
+        if (other.fingerprint, other.version) != (first.fingerprint, first.version):
+            raise EngineError(
+                f"{server} serves {other.fingerprint} with {other.version}, {options.server[0]} "
+                f"serves {first.fingerprint} with {first.version}; all servers of a capture must "
+                "serve the same teacher"
+            )
+    return first
 
 
 def stream_rows(
     options: HttpOptions,
-    documents: Sequence[Document],
-    rows_of: Callable[[TeacherClient, Document], Awaitable[Rows]],
-) -> Iterator[tuple[int, Rows]]:
+    documents: Sequence[TeacherDocument],
+    rows_of: Callable[[TeacherClient, TeacherDocument], Awaitable[TeacherRows]],
+) -> Iterator[tuple[int, TeacherRows]]:
     """Asks for every document once, `concurrency` at a time, and yields (index, rows) as they come
     in.
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows
-from megatron_kd.teacher.engines.topk import order_rows
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument, TeacherRows
 
 # Beyond its rows a prompt takes a token after the last one, and the server one to generate.
 PROMPT_EXTRA_TOKENS = 2
@@ -35,7 +34,7 @@ def refuse_unlisted(request: RowRequest, engine: str) -> None:
         )
 
 
-def prompt_of(document: Document) -> list[int]:
+def prompt_of(document: TeacherDocument) -> list[int]:
     """Token ids to send so that every asked row has a prompt position after it.
 
     A row at the document's end has none: id 0 is put there. Row t depends on tokens[0 .. t] alone,
@@ -49,12 +48,12 @@ def prompt_of(document: Document) -> list[int]:
 
 def rows_from_lists(
     lists: Sequence[tuple[np.ndarray, np.ndarray] | None],
-    document: Document,
+    document: TeacherDocument,
     request: RowRequest,
     engine: str,
     *,
     prompt: list[int] | None = None,
-) -> Rows:
+) -> TeacherRows:
     """Rows of a document from one (ids, logprobs) pair per prompt position.
 
     Pairs may hold more than K entries, in any order, with the prompt's own token listed twice.
@@ -95,31 +94,48 @@ def rows_from_lists(
         ids[cut], logprobs[cut] = -1, -np.inf
     unused = np.isneginf(logprobs)
     ids[unused] = -1
-    return Rows(ids, logprobs)
+    return TeacherRows(ids, logprobs)
 
 
 def _check(
     ids: np.ndarray, values: np.ndarray, wanted: int, row: int, request: RowRequest, engine: str
 ) -> None:
-    where = f"{engine}, prompt position {row + 1}"
+    place = f"{engine}, prompt position {row + 1}"
     if len(ids) < wanted:
         raise EngineError(
-            f"{where}: {len(ids)} candidates came for {wanted} asked; raise the server's limit "
+            f"{place}: {len(ids)} candidates came for {wanted} asked; raise the server's limit "
             f"(vLLM: --max-logprobs {wanted}) or lower --topk"
         )
     if ids[0] < 0 or ids[-1] >= request.vocab_size:
         bad = int(ids[0] if ids[0] < 0 else ids[-1])
         raise EngineError(
-            f"{where}: id {bad} lies outside the vocabulary of {request.vocab_size}. A server "
+            f"{place}: id {bad} lies outside the vocabulary of {request.vocab_size}. A server "
             "cannot mask the padding rows of its teacher's output layer: capture this teacher "
             "with the transformers engine"
         )
     if np.isnan(values).any() or values.max() > 1e-3:
         raise EngineError(
-            f"{where}: not log-probabilities (largest {values.max():.4g}, expected at most 0)"
+            f"{place}: not log-probabilities (largest {values.max():.4g}, expected at most 0)"
         )
     if np.exp(values.astype(np.float64)).sum() > 1.01:
         raise EngineError(
-            f"{where}: the candidates' probabilities add up to more than one; the server must "
+            f"{place}: the candidates' probabilities add up to more than one; the server must "
             "report log-probabilities at temperature 1 (vLLM: --logprobs-mode raw_logprobs)"
         )
+
+
+def order_rows(ids: np.ndarray, logprobs: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first K of candidate lists by falling log-probability, ties by smaller id.
+
+    Args:
+        ids: [r, ≥ k] integers, distinct along the row, -1 in unused slots.
+        logprobs: [r, ≥ k] fp32, -inf in unused slots.
+
+    Returns:
+        [r, k] int32 and [r, k] fp32.
+    """
+    order = np.lexsort((ids, -logprobs), axis=-1)[:, :topk]
+    return (
+        np.take_along_axis(ids, order, -1).astype(np.int32),
+        np.take_along_axis(logprobs, order, -1).astype(np.float32),
+    )

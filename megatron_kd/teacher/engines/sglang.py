@@ -11,48 +11,46 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows, Teacher
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    RowRequest,
+    TeacherDescription,
+    TeacherDocument,
+    TeacherEngine,
+    TeacherRows,
+)
 from megatron_kd.teacher.engines.http_client import (
     HttpOptions,
     TeacherClient,
-    run_once,
+    describe_servers,
     stream_rows,
 )
 from megatron_kd.teacher.engines.listed_rows import prompt_of, refuse_unlisted, rows_from_lists
 
 
-class SglangEngine:
-    """Any number of equal SGLang servers; see TeacherEngine for the interface."""
+class SglangEngine(TeacherEngine):
+    """Any number of equal SGLang servers."""
 
     Options = HttpOptions
 
     @classmethod
-    def describe(cls, teacher: str, options: HttpOptions) -> Teacher:
-        async def ask_each(client: TeacherClient) -> list[tuple[str, dict[str, str]]]:
-            return [await _identity(client, server, teacher) for server in options.server]
-
-        found = run_once(options, ask_each)
-        for server, other in zip(options.server, found, strict=True):
-            if other != found[0]:
-                raise EngineError(
-                    f"{server} serves {other}, {options.server[0]} serves {found[0]}; all servers "
-                    "of a capture must serve the same teacher"
-                )
-        version, fingerprint = found[0]
-        return Teacher(version=f"sglang {version} (server)", fingerprint=fingerprint)
+    def describe(cls, teacher: str, options: HttpOptions) -> TeacherDescription:
+        return describe_servers(
+            options, lambda client, server: _describe_server(client, server, teacher)
+        )
 
     def __init__(self, teacher: str, request: RowRequest, options: HttpOptions):
         refuse_unlisted(request, "sglang")
         self.request = request
         self.options = options
 
-    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+    def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
         return stream_rows(self.options, documents, self._rows)
 
     def close(self) -> None:
         """Nothing is held between streams."""
 
-    async def _rows(self, client: TeacherClient, document: Document) -> Rows:
+    async def _rows(self, client: TeacherClient, document: TeacherDocument) -> TeacherRows:
         prompt = prompt_of(document)
         answer = await client.ask(
             "/generate",
@@ -72,8 +70,8 @@ class SglangEngine:
         return rows_from_lists(parse_generate(answer, prompt), document, self.request, "SGLang")
 
 
-async def _identity(client: TeacherClient, server: str, teacher: str) -> tuple[str, dict[str, str]]:
-    """(version, what names the model) of one server; refuses a server of another model."""
+async def _describe_server(client: TeacherClient, server: str, teacher: str) -> TeacherDescription:
+    """What one server says of its teacher; refuses a server of another model."""
     try:
         model, info = await client.ask("/model_info", server=server), "/server_info"
     except EngineError:  # the names before 0.5.5
@@ -88,7 +86,10 @@ async def _identity(client: TeacherClient, server: str, teacher: str) -> tuple[s
             f"{server} does not serve {teacher!r} but {served} ({path}); give that as --teacher"
         )
     weights = str(model.get("weight_version") or "")
-    return str(details.get("version")), {"name": served, "path": path, "weights": weights}
+    return TeacherDescription(
+        version=f"sglang {details.get('version')} (server)",
+        fingerprint={"name": served, "path": path, "weights": weights},
+    )
 
 
 def parse_generate(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:

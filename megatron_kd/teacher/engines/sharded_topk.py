@@ -1,7 +1,7 @@
-"""What selection.select keeps, from logits whose vocabulary is shared out over tensor-parallel
+"""What `topk.select` keeps, from logits whose vocabulary is shared out over tensor-parallel
 ranks.
 
-Letters: r rows, V vocabulary, Vp this rank's part of it, K kept candidates.
+Letters: r rows, v vocabulary, vp this rank's part of it, k kept candidates.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.teacher.engines.base import EngineError, RowRequest
-from megatron_kd.teacher.engines.topk import cut_mass, largest, merge_draws
+from megatron_kd.teacher.engines.topk import Selected, cut_mass, largest, merge_draws
 
 
 def select_sharded(
@@ -18,15 +18,15 @@ def select_sharded(
     request: RowRequest,
     uniforms: np.ndarray | None,
     group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]:
-    """What `selection.select` gives, from logits whose columns are shared out over a group.
+) -> Selected:
+    """What `topk.select` gives, from logits whose columns are shared out over a group.
 
     Args:
-        logits: [r, Vp], this rank's columns, the first of which is vocabulary id first_id.
-        uniforms: [r, K] float64 in [0, 1) with sampling "random", the same on every rank.
+        logits: [r, vp], this rank's columns, the first of which is vocabulary id first_id.
+        uniforms: [r, k] float64 in [0, 1) with sampling "random", the same on every rank.
 
     Returns:
-        The same on every rank: ids [r, K] int32, log-probabilities [r, K] fp32, normalisers per
+        The same on every rank: ids [r, k] int32, log-probabilities [r, k] fp32, normalisers per
         temperature [r] fp32.
     """
     width = min(max(request.vocab_size - first_id, 0), logits.shape[-1])
@@ -50,7 +50,7 @@ def select_sharded(
         missing = request.topk - local.shape[-1]
         values = torch.nn.functional.pad(logprobs.gather(-1, local), (0, missing), value=-torch.inf)
         local = torch.nn.functional.pad(local + first_id, (0, missing), value=request.vocab_size)
-        ids, kept = _gathered(local, group), _gathered(values, group)  # [r, K · group]
+        ids, kept = _gathered(local, group), _gathered(values, group)  # [r, k · group]
         by_id = ids.sort(-1).indices
         ids, kept = ids.gather(-1, by_id), kept.gather(-1, by_id)
         order = kept.sort(dim=-1, descending=True, stable=True).indices[:, : request.topk]
@@ -62,7 +62,7 @@ def select_sharded(
 def _draw_sharded(
     logprobs: torch.Tensor, first_id: int, uniforms: np.ndarray, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[r, K] ids; each draw falls on the one rank whose stretch of the distribution function holds
+    """[r, k] ids; each draw falls on the one rank whose stretch of the distribution function holds
     it."""
     mass = logprobs.double().exp()
     shares = _gathered(mass.sum(-1, keepdim=True), group)  # [r, group]
@@ -71,12 +71,12 @@ def _draw_sharded(
     owner = torch.searchsorted(ends, points, right=True)
     last_used = (shares > 0).long().cumsum(-1).argmax(-1, keepdim=True)
     owner = torch.minimum(owner, last_used)
-    mine = owner == group.rank()
+    is_local = owner == group.rank()
     ids = torch.full(points.shape, -1, dtype=torch.long, device=mass.device)
     if mass.shape[-1]:
         before = (ends - shares)[:, group.rank() : group.rank() + 1]
         found = torch.searchsorted(mass.cumsum(-1), points - before, right=True)
-        ids = torch.where(mine, found.clamp_(max=mass.shape[-1] - 1) + first_id, ids)
+        ids = torch.where(is_local, found.clamp_(max=mass.shape[-1] - 1) + first_id, ids)
     dist.all_reduce(ids, op=dist.ReduceOp.MAX, group=group)
     return ids
 

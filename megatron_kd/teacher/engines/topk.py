@@ -1,27 +1,76 @@
 """From a chunk of logits to what is kept of it: the K largest, or K draws.
 
-Letters: r rows, V vocabulary, K kept candidates.
+Letters: r rows, n rows of a chunk, v vocabulary, h hidden size, k kept candidates.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
-import xxhash
 
-from megatron_kd.teacher.engines.base import EngineError, RowRequest
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRows
+
+# fp32 copies of a chunk of logits that live at once while it is selected from.
+_LOGIT_COPIES = 4
+
+Selected = tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]
+"""ids [r, k] int32, log-probabilities [r, k] fp32, and per temperature the normaliser [r] fp32."""
+
+
+def chunk_rows(chunk_bytes: int, output_rows: int) -> int:
+    """How many rows of hidden states may be turned into logits at once.
+
+    Args:
+        chunk_bytes: Bound on what their logits take, with the copies that selecting makes.
+        output_rows: Columns of the logits.
+    """
+    return max(1, chunk_bytes // (output_rows * 4 * _LOGIT_COPIES))
+
+
+def select_by_chunks(
+    hidden_states: torch.Tensor,
+    request: RowRequest,
+    uniforms: np.ndarray | None,
+    rows_at_once: int,
+    select_chunk: Callable[[torch.Tensor, np.ndarray | None], Selected],
+) -> TeacherRows:
+    """A document's rows, of which only a chunk is logits at a time.
+
+    Args:
+        hidden_states: [r, h], what the output layer reads at the asked rows.
+        uniforms: [r, k] float64 from `draws_of`.
+        rows_at_once: Rows of a chunk.
+        select_chunk: What is kept of a chunk's hidden states [n, h] with its uniforms [n, k].
+    """
+    chunks = []
+    for start in range(0, len(hidden_states), rows_at_once):
+        part = slice(start, start + rows_at_once)
+        drawn = None if uniforms is None else uniforms[part]
+        chunks.append(select_chunk(hidden_states[part], drawn))
+    ids, logprobs, log_z = zip(*chunks, strict=True)
+    return TeacherRows(
+        topk_ids=torch.cat(ids).cpu().numpy(),
+        topk_logprobs=torch.cat(logprobs).cpu().numpy(),
+        log_z={
+            tau: torch.cat([chunk[tau] for chunk in log_z]).cpu().numpy()
+            for tau in request.temperatures
+        },
+        hidden=hidden_states.float().cpu().numpy() if request.hidden else None,
+    )
 
 
 def select(
     logits: torch.Tensor, request: RowRequest, uniforms: np.ndarray | None = None
-) -> tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]:
+) -> Selected:
     """Keeps what `request` asks of each row of logits.
 
     Args:
         logits: [r, ≥ vocab_size] of any float dtype; columns from vocab_size on are padding and
             ignored.
-        uniforms: [r, K] float64 in [0, 1), needed with sampling "random": one number per draw.
+        uniforms: [r, k] float64 in [0, 1), needed with sampling "random": one number per draw.
 
     Returns:
-        ids [r, K] int32 and log-probabilities [r, K] fp32 (nats, whole-vocabulary normaliser),
+        ids [r, k] int32 and log-probabilities [r, k] fp32 (nats, whole-vocabulary normaliser),
         falling, ties by rising id, -1 and -inf in unused slots; and per temperature τ the
         normaliser log Σ_v exp(log p_v / τ), [r] fp32.
 
@@ -33,7 +82,7 @@ def select(
             f"the teacher has {logits.shape[-1]} output rows, fewer than the vocabulary size "
             f"{request.vocab_size}: this is not the teacher the data was tokenised for"
         )
-    logprobs = logits[:, : request.vocab_size].float().log_softmax(-1)  # [r, V]
+    logprobs = logits[:, : request.vocab_size].float().log_softmax(-1)  # [r, v]
     if bool(torch.isnan(logprobs).any()):
         raise EngineError(
             "the teacher's logits hold NaN or infinity: a dtype it was not trained in (try "
@@ -51,7 +100,7 @@ def select(
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the `count` largest values of each row, falling, ties by smaller id. [r, V] → [r,
+    """Ids of the `count` largest values of each row, falling, ties by smaller id. [r, v] → [r,
     count] int64.
 
     torch.topk leaves it open which of several equal values it takes, and in bf16 the last place is
@@ -76,7 +125,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def cut_mass(kept: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Falling log-probabilities [r, K] with those after the one that reaches top_p set to -inf."""
+    """Falling log-probabilities [r, k] with those after the one that reaches top_p set to -inf."""
     if top_p >= 1.0:
         return kept
     mass = kept.double().exp()
@@ -102,41 +151,11 @@ def merge_draws(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return merged.gather(-1, order), kept.gather(-1, order)
 
 
-def order_rows(ids: np.ndarray, logprobs: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first K of candidate lists by falling log-probability, ties by smaller id; for engines
-    that send lists.
-
-    Args:
-        ids: [r, ≥ K] integers, distinct along the row, -1 in unused slots.
-        logprobs: [r, ≥ K] fp32, -inf in unused slots.
-
-    Returns:
-        [r, K] int32 and [r, K] fp32.
-    """
-    order = np.lexsort((ids, -logprobs), axis=-1)[:, :topk]
-    return (
-        np.take_along_axis(ids, order, -1).astype(np.int32),
-        np.take_along_axis(logprobs, order, -1).astype(np.float32),
-    )
-
-
-def draws_of(tokens: np.ndarray, rows: np.ndarray, request: RowRequest) -> np.ndarray | None:
-    """[r, K] float64 in [0, 1), the same for the same document and seed; None where nothing is
-    drawn."""
-    if request.sampling != "random":
-        return None
-    key = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, "<i4").tobytes())
-    generator = np.random.Generator(np.random.Philox(key=[key, request.seed]))
-    # One line of numbers per token, so that a row's draws do not depend on which other rows are
-    # asked.
-    return generator.random((int(rows[-1]) + 1, request.topk))[rows]
-
-
 def _draw(
     logprobs: torch.Tensor, count: int, uniforms: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`count` draws with replacement from each row, by inverting its distribution function."""
-    cumulative = logprobs.double().exp().cumsum(-1)  # [r, V]
+    cumulative = logprobs.double().exp().cumsum(-1)  # [r, v]
     points = torch.from_numpy(uniforms).to(logprobs.device) * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, points, right=True).clamp_(max=logprobs.shape[-1] - 1)
     return merge_draws(ids, count)

@@ -7,65 +7,76 @@ rows are made of distinct ids, the K largest.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_kd.models.fingerprint import (
-    licence_of,
-    model_directory,
-    model_fingerprint,
-    tokenizer_of,
+from megatron_kd.models.fingerprint import model_directory
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    EngineOptions,
+    RowRequest,
+    TeacherDescription,
+    TeacherDocument,
+    TeacherEngine,
+    TeacherRows,
+    option,
 )
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows, Teacher
 from megatron_kd.teacher.engines.listed_rows import (
     PROMPT_EXTRA_TOKENS,
     prompt_of,
     refuse_unlisted,
     rows_from_lists,
 )
+from megatron_kd.teacher.engines.model_directory import describe_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmOptions:
+class VllmOptions(EngineOptions):
     """How vLLM runs the teacher."""
 
-    dtype: str = "auto"
-    """"auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
-    batch_tokens: int = 16384
-    """Prompt tokens given to vLLM in one call; it schedules them itself."""
-    tensor_parallel: int = 1
-    """GPUs that share the teacher."""
-    max_model_len: int | None = None
-    """The longest prompt, in tokens; None takes the model's own limit."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the GPU that vLLM may take."""
-    trust_remote_code: bool = False
+    dtype: str = option(
+        "auto",
+        "the weights' dtype; auto: the checkpoint's",
+        shapes_rows=True,
+        recorded_at_default=True,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    batch_tokens: int = option(
+        16384,
+        "prompt tokens given to vLLM in one call; it schedules them itself",
+        shapes_rows=True,
+        recorded_at_default=True,
+        minimum=1,
+    )
+    tensor_parallel: int = option(1, "GPUs that share each layer", minimum=1)
+    max_model_len: int | None = option(
+        None, "the longest prompt, in tokens; left out: the model's own limit"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of the GPU that vLLM may take")
+    trust_remote_code: bool = option(
+        False, "run code that the model directory brings", shapes_rows=True
+    )
 
 
-class VllmEngine:
-    """vLLM's offline LLM class; see TeacherEngine for the interface."""
+class VllmEngine(TeacherEngine):
+    """vLLM's offline LLM class."""
 
     Options = VllmOptions
 
     @classmethod
-    def describe(cls, teacher: str, options: VllmOptions) -> Teacher:
+    def describe(cls, teacher: str, options: VllmOptions) -> TeacherDescription:
         import torch
-        import transformers
         import vllm
 
-        path = model_directory(teacher)
-        config = transformers.AutoConfig.from_pretrained(
-            path, trust_remote_code=options.trust_remote_code
-        ).get_text_config()
-        limit = options.max_model_len or getattr(config, "max_position_embeddings", None)
-        return Teacher(
-            version=f"vllm {vllm.__version__}, torch {torch.__version__}",
-            fingerprint=model_fingerprint(path),
-            output_rows=config.vocab_size,
-            max_tokens=limit and limit - PROMPT_EXTRA_TOKENS,
-            tokenizer=tokenizer_of(path),
-            licence=licence_of(path),
+        described = describe_directory(
+            teacher,
+            f"vllm {vllm.__version__}, torch {torch.__version__}",
+            trust_remote_code=options.trust_remote_code,
+        )
+        limit = options.max_model_len or described.max_tokens
+        return replace(
+            described, hidden_size=None, max_tokens=limit and limit - PROMPT_EXTRA_TOKENS
         )
 
     def __init__(self, teacher: str | os.PathLike, request: RowRequest, options: VllmOptions):
@@ -98,7 +109,7 @@ class VllmEngine:
             flat_logprobs=True,
         )
 
-    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+    def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
         batch, held = [], 0
         for index, document in enumerate(documents):
             if batch and held + document.run_tokens > self.options.batch_tokens:
@@ -114,7 +125,9 @@ class VllmEngine:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
 
-    def _run(self, documents: Sequence[Document], batch: list[int]) -> Iterator[tuple[int, Rows]]:
+    def _run(
+        self, documents: Sequence[TeacherDocument], batch: list[int]
+    ) -> Iterator[tuple[int, TeacherRows]]:
         prompts = [prompt_of(documents[index]) for index in batch]
         try:
             outputs = self._llm.generate(

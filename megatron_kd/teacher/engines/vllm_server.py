@@ -10,11 +10,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows, Teacher
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    RowRequest,
+    TeacherDescription,
+    TeacherDocument,
+    TeacherEngine,
+    TeacherRows,
+)
 from megatron_kd.teacher.engines.http_client import (
     HttpOptions,
     TeacherClient,
-    run_once,
+    describe_servers,
     stream_rows,
 )
 from megatron_kd.teacher.engines.listed_rows import (
@@ -25,36 +32,24 @@ from megatron_kd.teacher.engines.listed_rows import (
 )
 
 
-class VllmServerEngine:
-    """Any number of equal vLLM servers; see TeacherEngine for the interface."""
+class VllmServerEngine(TeacherEngine):
+    """Any number of equal vLLM servers."""
 
     Options = HttpOptions
 
     @classmethod
-    def describe(cls, teacher: str, options: HttpOptions) -> Teacher:
-        async def ask_each(client: TeacherClient) -> list[tuple[dict, str]]:
-            answers = []
-            for server in options.server:
-                models = await client.ask("/v1/models", server=server)
-                version = await client.ask("/version", server=server)
-                answers.append((_model(models, teacher, server), str(version.get("version"))))
-            return answers
+    def describe(cls, teacher: str, options: HttpOptions) -> TeacherDescription:
+        async def describe_one(client: TeacherClient, server: str) -> TeacherDescription:
+            model = _model(await client.ask("/v1/models", server=server), teacher, server)
+            version = (await client.ask("/version", server=server)).get("version")
+            limit = model.get("max_model_len")
+            return TeacherDescription(
+                version=f"vllm {version} (server)",
+                fingerprint={"name": str(model.get("id")), "root": str(model.get("root", ""))},
+                max_tokens=limit and limit - PROMPT_EXTRA_TOKENS,
+            )
 
-        answers = run_once(options, ask_each)
-        model, version = answers[0]
-        for server, other in zip(options.server, answers, strict=True):
-            if _names(other[0]) != _names(model) or other[1] != version:
-                raise EngineError(
-                    f"{server} serves {_names(other[0])} with vLLM {other[1]}, {options.server[0]} "
-                    f"serves {_names(model)} with vLLM {version}; all servers of a capture must "
-                    "serve the same teacher"
-                )
-        limit = model.get("max_model_len")
-        return Teacher(
-            version=f"vllm {version} (server)",
-            fingerprint=_names(model),
-            max_tokens=limit and limit - PROMPT_EXTRA_TOKENS,
-        )
+        return describe_servers(options, describe_one)
 
     def __init__(self, teacher: str, request: RowRequest, options: HttpOptions):
         refuse_unlisted(request, "vllm-server")
@@ -62,13 +57,13 @@ class VllmServerEngine:
         self.options = options
         self._model = teacher
 
-    def stream(self, documents: Sequence[Document]) -> Iterator[tuple[int, Rows]]:
+    def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
         return stream_rows(self.options, documents, self._rows)
 
     def close(self) -> None:
         """Nothing is held between streams."""
 
-    async def _rows(self, client: TeacherClient, document: Document) -> Rows:
+    async def _rows(self, client: TeacherClient, document: TeacherDocument) -> TeacherRows:
         prompt = prompt_of(document)
         answer = await client.ask(
             "/v1/completions",
@@ -138,7 +133,3 @@ def _model(models: dict, wanted: str, server: str) -> dict:
             return model
     there = ", ".join(str(model.get("id")) for model in listed)
     raise EngineError(f"{server} does not serve {wanted!r} but {there}; give that as --teacher")
-
-
-def _names(model: dict) -> dict[str, str]:
-    return {"name": str(model.get("id")), "root": str(model.get("root", ""))}

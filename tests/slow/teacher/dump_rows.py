@@ -9,13 +9,14 @@ import sys
 
 import numpy as np
 
-from megatron_kd.teacher.engines.base import Document, RowRequest, engine_class
+from megatron_kd.teacher.engines import engine_class
+from megatron_kd.teacher.engines.base import RowRequest, TeacherDocument
 
 
 def load_documents(path):
     with np.load(path) as stored:
         count = len(stored.files) // 2
-        return [Document(stored[f"tokens{i}"], stored[f"rows{i}"]) for i in range(count)]
+        return [TeacherDocument(stored[f"tokens{i}"], stored[f"rows{i}"]) for i in range(count)]
 
 
 def main(name, teacher, topk, vocab_size, documents, output, options):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "teacher"))
 
 from model_servers import flat_fields
 
-from megatron_kd.teacher.engines.base import Document, RowRequest
+from megatron_kd.teacher.engines.base import RowRequest, TeacherDocument
 from megatron_kd.teacher.engines.http_client import HttpOptions
 from megatron_kd.teacher.engines.sglang import SglangEngine, parse_generate
 
@@ -94,7 +94,7 @@ def test_request_fields_exist_in_sglang(wheel):
 
     request = RowRequest(topk=4, vocab_size=200000)
     engine = SglangEngine("m", request, HttpOptions(server=("http://localhost:1",)))
-    document = Document(np.arange(7, dtype=np.int32), np.arange(6))
+    document = TeacherDocument(np.arange(7, dtype=np.int32), np.arange(6))
     with pytest.raises(InterruptedError):
         asyncio.run(engine._rows(Client(), document))
     known = fields_of(wheel(f"{MANAGERS}/io_struct.py"), "GenerateReqInput")

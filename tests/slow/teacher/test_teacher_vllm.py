@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from dump_rows import load_documents, main
 
-from megatron_kd.teacher.engines.base import EngineError, RowRequest, engine_class
+from megatron_kd.teacher.engines import engine_class
+from megatron_kd.teacher.engines.base import EngineError, RowRequest
 from megatron_kd.teacher.engines.http_client import HttpOptions
 
 pytestmark = pytest.mark.slow

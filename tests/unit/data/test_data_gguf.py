@@ -7,7 +7,7 @@ from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from megatron_kd import cli
-from megatron_kd.models.fingerprint import licence_of
+from megatron_kd.models.fingerprint import license_of
 from megatron_kd.models.gguf import import_gguf, locate_gguf
 from megatron_kd.models.gguf_tokenizer import tokenizer_from_fields
 
@@ -29,7 +29,7 @@ def test_the_directory_just_works(smollm2_dir):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
     record = json.loads((smollm2_dir / "import.json").read_text())
     assert record["dtype"] == "float32" and "/" not in record["source"]
-    assert licence_of(smollm2_dir) == "apache-2.0"
+    assert license_of(smollm2_dir) == "apache-2.0"
 
 
 def test_it_speaks_english(smollm2_dir, smollm2_tokenizer):

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
 
-from megatron_kd.teacher.capture.job import CaptureJob, capture
+from megatron_kd.teacher.capture.job import CaptureJob
+from megatron_kd.teacher.capture.shards import capture
 from megatron_kd.teacher.capture.workers import Worker
+from megatron_kd.teacher.engines import transformers_model  # noqa: F401
 
 
 def start(jobs):

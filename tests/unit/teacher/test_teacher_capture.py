@@ -16,7 +16,8 @@ from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
 from megatron_kd.data.dataset import DistillDataset
 from megatron_kd.models.fingerprint import tokenizer_of
-from megatron_kd.teacher.capture.job import CaptureJob, capture
+from megatron_kd.teacher.capture.job import CaptureJob
+from megatron_kd.teacher.capture.shards import capture
 from megatron_kd.teacher.capture.workers import Worker
 from megatron_kd.teacher.engines.base import EngineError
 
@@ -46,10 +47,14 @@ def test_rows_in_the_cache_are_the_teachers(data, teacher_dir, tmp_path, capsys)
     assert "validation: complete" in words.out
 
 
-def test_the_licence_is_what_the_model_card_says_or_is_given(data, tmp_path):
+def test_the_license_is_what_the_model_card_says_or_is_given(data, tmp_path):
     write_teacher(tmp_path / "teacher")
     (tmp_path / "teacher" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
-    for name, more, want in (("card", [], "apache-2.0"), ("given", ["--licence", "mit"], "mit")):
+    for name, more, want in (
+        ("card", [], "apache-2.0"),
+        ("given", ["--license", "mit"], "mit"),
+        ("spelled as before", ["--licence", "mit"], "mit"),
+    ):
         output = tmp_path / name
         more = [*more, "--split", "validation"]
         assert main(command(data, tmp_path / "teacher", output, *more)) == 0
@@ -81,7 +86,7 @@ def test_a_rerun_makes_only_what_is_missing(data, teacher_dir, tmp_path, monkeyp
     def refuse(*args, **kwargs):
         raise AssertionError("the teacher was loaded for a complete cache")
 
-    monkeypatch.setattr("megatron_kd.teacher.engines.transformers._load", refuse)
+    monkeypatch.setattr("megatron_kd.teacher.engines.transformers_model._load", refuse)
     assert main(command(data, teacher_dir, two)) == 0
 
 

@@ -15,11 +15,12 @@ from transformers import LlamaForCausalLM
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
-from megatron_kd.teacher.capture.job import CaptureJob, capture, resume
+from megatron_kd.teacher.capture.job import CaptureJob
+from megatron_kd.teacher.capture.shards import capture, recapture
 from megatron_kd.teacher.capture.workers import Worker
 from megatron_kd.teacher.engines import http_client
 from megatron_kd.teacher.engines.base import EngineError, EngineUnavailable
-from megatron_kd.teacher.engines.transformers import TransformersEngine
+from megatron_kd.teacher.engines.transformers_model import LoadedModel
 
 
 @pytest.mark.parametrize("what", ["nan", "infinity", "hidden"])
@@ -64,7 +65,7 @@ def test_a_served_teacher_of_other_tokens_is_warned_of(teacher_dir, tmp_path, ca
         assert ("of the next tokens" in capsys.readouterr().err) is warned
 
 
-def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
+def test_recapture_makes_the_given_shards_again(data, teacher_dir, tmp_path):
     assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
     split = tmp_path / "cache" / "train"
     before = shards_of(split)
@@ -73,13 +74,13 @@ def test_resume_makes_the_given_shards_again(data, teacher_dir, tmp_path):
     damaged = bytearray(shards[2].read_bytes())
     damaged[-7] ^= 4
     shards[2].write_bytes(damaged)
-    resume(split, shards=[2])
+    recapture(split, shards=[2])
     assert shards_of(split) == before and shards[0].stat().st_mtime_ns == kept
     shards[1].unlink()
-    resume(split)
+    recapture(split)
     assert shards_of(split) == before
     with pytest.raises(ValueError):
-        resume(data / "train")
+        recapture(data / "train")
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
@@ -120,7 +121,7 @@ def test_a_key_is_not_sent_to_servers_that_a_manifest_names(
         asked = len(server.keys)
         monkeypatch.setenv(http_client.API_KEY, "secret")
         with pytest.raises(EngineError, match="megatron-kd capture command again"):
-            resume(tmp_path / "cache", shards=[0])
+            recapture(tmp_path / "cache", shards=[0])
         assert len(server.keys) == asked
         (tmp_path / "cache" / "shard-000000.safetensors").unlink()
         assert capture({"train": (job, tmp_path / "cache")}, Worker()) == {"train": True}
@@ -129,7 +130,7 @@ def test_a_key_is_not_sent_to_servers_that_a_manifest_names(
 def test_repair_runs_no_remote_code(data, teacher_dir, tmp_path):
     assert main(command(data, teacher_dir, tmp_path / "cache", "--trust-remote-code")) == 0
     with pytest.raises(EngineError, match="--trust-remote-code"):
-        resume(tmp_path / "cache" / "train", shards=[0])
+        recapture(tmp_path / "cache" / "train", shards=[0])
 
 
 def test_verify_repairs_a_broken_shard_by_capturing_it_again(data, teacher_dir, tmp_path, capsys):
@@ -153,15 +154,15 @@ def test_a_signal_stops_cleanly_and_the_rerun_goes_on(
     assert main(command(data, teacher_dir, tmp_path / "whole")) == 0
     number, calls = getattr(signal, name), []
     handler = signal.getsignal(number)
-    plain = TransformersEngine._run
+    plain = LoadedModel.run
 
-    def interrupted(engine, documents):
+    def interrupted(model, documents):
         calls.append(0)
         if len(calls) == 3:
             os.kill(os.getpid(), number)
-        return plain(engine, documents)
+        return plain(model, documents)
 
-    monkeypatch.setattr(TransformersEngine, "_run", interrupted)
+    monkeypatch.setattr(LoadedModel, "run", interrupted)
     arguments = command(data, teacher_dir, tmp_path / "cache")
     assert main(arguments) == 128 + number
     assert f"stopped by {name}" in capsys.readouterr().err

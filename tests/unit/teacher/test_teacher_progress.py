@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from megatron_kd.teacher.capture.command import progress
+from megatron_kd.teacher.capture import progress
 from megatron_kd.teacher.capture.progress import CaptureProgress
 
 
@@ -26,5 +26,5 @@ def test_estimate_is_right_however_rows_come_in(batch, batch_s, monkeypatch, cap
     words = capsys.readouterr().err
     rate = float(re.search(r"at ([\d,]+)/s", words)[1].replace(",", ""))
     assert rate == pytest.approx(10 * batch / batch_s, rel=0.15, abs=0.5)
-    assert "250.0 MB" in words and "only 5.0 KB are free" in words
+    assert "250.0 MB" in words and "only 5.0 kB are free" in words
     assert now[0] - 100 <= max(3 * batch_s, 4.0)

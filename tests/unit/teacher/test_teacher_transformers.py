@@ -4,12 +4,9 @@ import torch
 from tiny_teacher import VOCAB, documents, full_logprobs, write_teacher
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest
-from megatron_kd.teacher.engines.transformers import (
-    TransformersEngine,
-    TransformersOptions,
-    batches,
-)
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument
+from megatron_kd.teacher.engines.batches import batches
+from megatron_kd.teacher.engines.transformers import TransformersEngine, TransformersOptions
 
 
 def run(path, docs, request, **options):
@@ -31,7 +28,7 @@ def test_rows_are_the_definition(teacher_dir, options):
         np.testing.assert_array_equal(got.topk_ids, top.indices)
         np.testing.assert_allclose(got.topk_logprobs, top.values, atol=2e-5)
         np.testing.assert_allclose(got.log_z[2.0], (want / 2).logsumexp(-1), atol=2e-5)
-        again = got.hidden @ engine.model.lm_head.weight.detach().numpy().T
+        again = got.hidden @ engine.loaded.model.lm_head.weight.detach().numpy().T
         np.testing.assert_allclose(
             torch.from_numpy(again).log_softmax(-1).gather(-1, top.indices), top.values, atol=2e-5
         )
@@ -67,7 +64,7 @@ def test_logits_never_exist_for_the_whole_batch(teacher_dir, monkeypatch):
         teacher_dir, request, TransformersOptions(head_chunk_bytes=16 * VOCAB * 10)
     )
     widths = []
-    engine.model.lm_head.register_forward_hook(
+    engine.loaded.model.lm_head.register_forward_hook(
         lambda _, inputs, __: widths.append(inputs[0].shape[:2])
     )
     docs = documents(3, [40, 40, 40], supervised=0.9)
@@ -77,7 +74,7 @@ def test_logits_never_exist_for_the_whole_batch(teacher_dir, monkeypatch):
 
 def test_rows_do_not_depend_on_the_order_of_documents(teacher_dir):
     docs = documents(4, [33, 12, 20])
-    docs.append(Document(np.arange(33, dtype=np.int32), np.arange(32)))
+    docs.append(TeacherDocument(np.arange(33, dtype=np.int32), np.arange(32)))
     request = RowRequest(topk=20, vocab_size=VOCAB)
     for sampling in ("topk", "random"):
         request = RowRequest(topk=20, vocab_size=VOCAB, sampling=sampling)

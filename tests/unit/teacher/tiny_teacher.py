@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_kd.teacher.engines.base import Document
+from megatron_kd.teacher.engines.base import TeacherDocument
 
 VOCAB = 131
 
@@ -41,5 +41,7 @@ def documents(seed, lengths, vocab=VOCAB, supervised=0.7):
     for n in lengths:
         rows = np.flatnonzero(rng.random(n) < supervised)
         rows = rows if len(rows) else np.array([n - 1])
-        made.append(Document(rng.integers(0, vocab, n, dtype=np.int32), rows.astype(np.int64)))
+        made.append(
+            TeacherDocument(rng.integers(0, vocab, n, dtype=np.int32), rows.astype(np.int64))
+        )
     return made

@@ -1,7 +1,6 @@
-"""How prepared data is cut into shards of a cache, and samples into the documents a teacher reads.
+"""The samples of prepared data as documents for a teacher, and their rows put together again.
 
-What a shard holds depends on the data and on `shard_positions` alone, never on how many processes
-share the work, so any of them can make any shard and the result is the same.
+Letters: r supervised rows of a sample, k candidates, h hidden size.
 """
 
 import os
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.teacher.engines.base import Document, EngineError, RowRequest, Rows
+from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument, TeacherRows
 
 SPLITS = ("train", "validation", "test")
 
@@ -32,15 +31,15 @@ def find_splits(data: str | os.PathLike) -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlacedDocument:
     """A document's place in its sample: row i of the document is row offset + i of the sample."""
 
     sample: int
     offset: int
-    document: Document
+    document: TeacherDocument
 
 
-def pieces(samples, first: int, last: int, packing: str) -> list[Piece]:
+def placed_documents(samples, first: int, last: int, packing: str) -> list[PlacedDocument]:
     """The documents of samples first to last (half-open), each with its asked rows.
 
     With block packing each document of a sample stands alone, from position 0; otherwise a sample
@@ -56,31 +55,31 @@ def pieces(samples, first: int, last: int, packing: str) -> list[Piece]:
         for start, end in zip(bounds[:-1], bounds[1:], strict=True):
             rows = np.flatnonzero(mask[start:end])
             if len(rows):
-                document = Document(tokens[start:end], rows.astype(np.int64))
-                found.append(Piece(index, int(start), document))
+                document = TeacherDocument(tokens[start:end], rows.astype(np.int64))
+                found.append(PlacedDocument(index, int(start), document))
     return found
 
 
 class SampleRows:
-    """A sample's asked rows, filled document by document. Letters: R supervised rows, K candidates,
-    D hidden size."""
+    """A sample's asked rows, filled document by document."""
 
     def __init__(
         self, loss_mask: np.ndarray, request: RowRequest, hidden_size: int, hidden_dtype: str
     ):
         self._place = np.cumsum(loss_mask) - 1  # position in the sample → row
         count = int(np.sum(loss_mask))
-        self.topk_ids = np.full((count, request.topk), -1, np.int32)  # [R, K]
-        self.topk_logprobs = np.full((count, request.topk), -np.inf, np.float32)  # [R, K]
-        self.log_z = {tau: np.zeros(count, np.float32) for tau in request.temperatures}  # τ: [R]
+        self.topk_ids = np.full((count, request.topk), -1, np.int32)  # [r, k]
+        self.topk_logprobs = np.full((count, request.topk), -np.inf, np.float32)  # [r, k]
+        self.log_z = {tau: np.zeros(count, np.float32) for tau in request.temperatures}  # τ: [r]
         kept = np.float16 if hidden_dtype == "float16" else np.float32  # numpy has no bfloat16
-        self.hidden = np.zeros((count, hidden_size), kept) if request.hidden else None  # [R, D]
+        self.hidden = np.zeros((count, hidden_size), kept) if request.hidden else None  # [r, h]
 
-    def put(self, piece: Piece, rows: Rows) -> None:
-        where = self._place[piece.offset + piece.document.rows]
-        self.topk_ids[where] = rows.topk_ids
-        self.topk_logprobs[where] = rows.topk_logprobs
+    def put(self, placed: PlacedDocument, rows: TeacherRows) -> None:
+        """Puts a document's rows where they belong."""
+        lines = self._place[placed.offset + placed.document.rows]
+        self.topk_ids[lines] = rows.topk_ids
+        self.topk_logprobs[lines] = rows.topk_logprobs
         for tau, values in self.log_z.items():
-            values[where] = rows.log_z[tau]
+            values[lines] = rows.log_z[tau]
         if self.hidden is not None:
-            self.hidden[where] = rows.hidden
+            self.hidden[lines] = rows.hidden

@@ -3,7 +3,9 @@ import pytest
 import torch
 
 from megatron_kd.teacher.engines.base import EngineError, RowRequest
-from megatron_kd.teacher.engines.topk import draws_of, largest, order_rows, select
+from megatron_kd.teacher.engines.draws import draws_of
+from megatron_kd.teacher.engines.listed_rows import order_rows
+from megatron_kd.teacher.engines.topk import largest, select
 
 
 def naive_largest(values, count):

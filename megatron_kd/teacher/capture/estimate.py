@@ -1,25 +1,26 @@
-"""What captured rows take on disk, and whether they fit their texts, found out from the first of
-them."""
+"""What a capture will take on disk, and whether the teacher knows its texts: judged by the first
+rows."""
 
 import numpy as np
 
 from megatron_kd.cache.format import CacheSpec
 from megatron_kd.cache.sample import ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
-from megatron_kd.teacher.engines.base import Document, Rows
+from megatron_kd.teacher.engines.base import TeacherDocument, TeacherRows
 
 _ENOUGH_POSITIONS = 4096
 
 
-class Trial:
-    """A shard that is only weighed: documents go in as if they were samples."""
+class CaptureEstimate:
+    """Collects the first few thousand rows and packs them as a shard's rows are packed. Nothing is
+    written, and their shard does it again."""
 
     def __init__(self, spec: CacheSpec):
         self._spec = spec
         self._buffer = ShardBuffer(spec)
         self._labels = self._hits = 0
 
-    def add(self, document: Document, rows: Rows) -> None:
+    def add(self, document: TeacherDocument, rows: TeacherRows) -> None:
         """Adds a document's rows, up to the first few thousand positions."""
         if self._buffer.positions >= _ENOUGH_POSITIONS:
             return
@@ -50,7 +51,7 @@ class Trial:
         return self._hits / self._labels if self._labels else None
 
     def bytes_per_position(self) -> float:
-        """Of everything a shard holds, tokens and masks included."""
+        """Bytes that a shard of such rows takes, tokens and masks included, over its rows."""
         head = ShardHead(0, 0, self._buffer.samples, self._spec.fingerprint)
         payload = serialize(self._spec, head, self._buffer.tensors())
         return len(payload) / self._buffer.positions

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from gloo import run_ranks
 
 from megatron_kd.teacher.engines.base import EngineError, RowRequest
-from megatron_kd.teacher.engines.topk import draws_of, select
+from megatron_kd.teacher.engines.draws import draws_of
 from megatron_kd.teacher.engines.sharded_topk import select_sharded
+from megatron_kd.teacher.engines.topk import select
 
 ROWS = 37
 CASES = {

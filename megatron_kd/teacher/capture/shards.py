@@ -1,0 +1,289 @@
+"""The making of a cache's shards, the first time and again.
+
+Every worker opens the same directory with the same description, makes the shards that are its own
+and not there yet, and publishes the manifest if its shard was the last one missing. Nothing is
+shared but files that appear whole.
+"""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from megatron_kd.cache.format import (
+    MANIFEST_NAME,
+    SPEC_NAME,
+    CacheError,
+    CacheSpec,
+    parse_manifest,
+    read_json,
+    read_text,
+)
+from megatron_kd.cache.writer import (
+    ShardWriter,
+    finished_shards,
+    open_directory,
+    publish_manifest,
+    reopen,
+)
+from megatron_kd.files import publish
+from megatron_kd.teacher.capture.estimate import CaptureEstimate
+from megatron_kd.teacher.capture.job import CaptureJob, ResolvedJob, as_begun, resolve
+from megatron_kd.teacher.capture.progress import CaptureProgress
+from megatron_kd.teacher.capture.sample_documents import SampleRows, placed_documents
+from megatron_kd.teacher.capture.workers import Worker
+from megatron_kd.teacher.engines import engine_class, explained_absence
+from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
+from megatron_kd.teacher.engines.http_client import API_KEY
+
+# The job, beside the shards until the manifest carries it.
+_ORIGIN_NAME = ".capture.json"
+_TELLING_TOPK = 20
+"""With fewer candidates a good teacher may miss many next tokens."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict[str, bool]:
+    """Makes this worker's missing shards of several splits.
+
+    Args:
+        jobs: Split name: (job, cache directory). All are checked before the teacher is loaded.
+
+    Returns:
+        Split name: whether its cache is complete now (False: other workers have shards to make).
+
+    Raises:
+        ValueError: the data, teacher, options and directory do not go together; the message says
+            how to go on.
+        OSError: the disk is full, or the teacher stopped answering. Finished shards are kept.
+    """
+    resolved_jobs = {name: resolve(job) for name, (job, _) in jobs.items()}
+    opened = {name: _open(job, Path(jobs[name][1])) for name, job in resolved_jobs.items()}
+    complete = {}
+    with _Engines() as engines:
+        for name, (resolved, folder) in opened.items():
+            _reopen_if_incomplete(resolved, folder)
+            if not (folder / MANIFEST_NAME).exists():
+                publish(folder / _ORIGIN_NAME, _origin_text(resolved.job))
+                label = name if worker.count == 1 else f"{name} {worker}"
+                _make(resolved, folder, label, worker, engines)
+            complete[name] = _complete(resolved, folder)
+    return complete
+
+
+def recapture(path: str | os.PathLike, shards: Sequence[int] | None = None) -> dict:
+    """Makes shards of a cache again, by the parameters it was captured with; what
+    `megatron-kd verify --repair` is handed.
+
+    Args:
+        path: The cache's directory, complete or not.
+        shards: Shards to make again even though they are there. None: those that are missing.
+
+    Returns:
+        The new manifest.
+
+    Raises:
+        ValueError: Data or teacher are not those of the cache any more, or it does not say how it
+            was captured.
+        OSError: The disk is full, or the teacher stopped answering. Finished shards are kept.
+    """
+    folder = Path(path)
+    job = _recorded_job(folder)
+    if job is None:
+        raise EngineError(
+            f"{folder} does not say how megatron-kd capture made it; run megatron-kd capture with "
+            "its parameters again"
+        )
+    if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
+        raise EngineError(
+            f"{folder} was captured with --trust-remote-code, which is never repeated unasked; "
+            "give its megatron-kd capture command again"
+        )
+    if job.options.get("server") and os.environ.get(API_KEY):
+        raise EngineError(
+            f"{folder} names its own servers {list(job.options['server'])}, to which the key in "
+            f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
+            "makes the missing shards"
+        )
+    with explained_absence(job.engine):
+        resolved, folder = _open(resolve(job), folder)
+        if (folder / MANIFEST_NAME).exists():
+            wanted = _missing(resolved, folder) if shards is None else sorted(set(shards))
+            publish(folder / _ORIGIN_NAME, _origin_text(job))
+            reopen(folder, without=wanted)
+        with _Engines() as engines:
+            _make(resolved, folder, folder.name, Worker(), engines)
+    _complete(resolved, folder)
+    return read_json(folder / MANIFEST_NAME)
+
+
+def _recorded_job(folder: Path) -> CaptureJob | None:
+    """The job that a directory names as its origin; None where there is none of ours."""
+    manifest_file, origin_file = folder / MANIFEST_NAME, folder / _ORIGIN_NAME
+    try:
+        if manifest_file.exists():
+            origin = parse_manifest(read_text(manifest_file), str(manifest_file))[0]["origin"]
+        else:
+            origin = read_json(origin_file)
+        return CaptureJob(**origin)
+    except (FileNotFoundError, TypeError):  # TypeError: another tool's origin
+        return None
+
+
+def _open(resolved: ResolvedJob, folder: Path) -> tuple[ResolvedJob, Path]:
+    """Makes the job's directory, or checks that it was begun by this job."""
+    earlier = _recorded_job(folder)
+    if earlier is not None and (folder / SPEC_NAME).exists():
+        begun = CacheSpec.from_dict(read_json(folder / SPEC_NAME))
+        resolved = as_begun(resolved, earlier, begun)
+    return resolved, open_directory(folder, resolved.spec)
+
+
+def _missing(resolved: ResolvedJob, folder: Path) -> list[int]:
+    return sorted(set(range(len(resolved.plan) - 1)) - set(finished_shards(folder)))
+
+
+def _reopen_if_incomplete(resolved: ResolvedJob, folder: Path) -> None:
+    """Makes a complete cache an unfinished one where shards got lost since."""
+    try:
+        lost = _missing(resolved, folder)
+        if not (folder / MANIFEST_NAME).exists() or not lost:
+            return
+        print(
+            f"{folder}: shard {', '.join(map(str, lost))} missing or cut since the cache was "
+            "complete; captured again",
+            file=sys.stderr,
+        )
+        reopen(folder, without=lost)
+    except FileNotFoundError:  # another worker did so between two looks at the directory
+        if (folder / MANIFEST_NAME).exists():
+            raise
+
+
+class _Engines:
+    """Loads the teacher when its first row is asked for, and keeps it for the next split."""
+
+    def __init__(self):
+        self._key = self._engine = None
+
+    def __enter__(self) -> "_Engines":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def of(self, resolved: ResolvedJob) -> TeacherEngine:
+        """The engine of a job."""
+        job = resolved.job
+        key = (job.engine, job.teacher, resolved.request, resolved.options)
+        if key != self._key:
+            self.__exit__()
+            self._engine = engine_class(job.engine)(job.teacher, resolved.request, resolved.options)
+            self._key = key
+        return self._engine
+
+
+def _make(
+    resolved: ResolvedJob, folder: Path, label: str, worker: Worker, engines: _Engines
+) -> None:
+    """Makes the worker's shards that are not finished. Loads the teacher only if there are any."""
+    todo = [shard for shard in _missing(resolved, folder) if worker.takes(shard)]
+    if not todo:
+        return
+    of_shard = np.add.reduceat(resolved.positions, resolved.plan[:-1])
+    engine = engines.of(resolved)
+    progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(folder).free)
+    try:
+        for shard in todo:
+            try:
+                _make_shard(resolved, engine, folder, shard, progress)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                raise OSError(
+                    f"{error}. Shard {shard} of {len(resolved.plan) - 1} in {folder} could not be "
+                    "written; the finished ones are kept. Make room and run the same command again "
+                    "to go on"
+                ) from error
+    finally:
+        progress.close()
+
+
+def _make_shard(
+    resolved: ResolvedJob,
+    engine: TeacherEngine,
+    folder: Path,
+    shard: int,
+    progress: CaptureProgress,
+) -> None:
+    first, last = int(resolved.plan[shard]), int(resolved.plan[shard + 1])
+    found = placed_documents(resolved.reader, first, last, resolved.spec.packing)
+    longest = max((placed.document.run_tokens for placed in found), default=0)
+    limit = resolved.described.max_tokens
+    if limit is not None and longest > limit:
+        raise EngineError(
+            f"{resolved.job.teacher} gives rows for at most {limit} tokens of a text with the "
+            f"{resolved.job.engine} engine, the data has texts of {longest}; prepare it with "
+            f"--seq-length {limit} or less"
+        )
+    rows_of_sample = {
+        index: SampleRows(
+            np.asarray(resolved.reader[index].loss_mask),
+            resolved.request,
+            resolved.spec.hidden_size,
+            resolved.spec.hidden_dtype,
+        )
+        for index in range(first, last)
+    }
+    estimate = CaptureEstimate(resolved.spec)
+    for number, rows in engine.stream([placed.document for placed in found]):
+        placed = found[number]
+        rows_of_sample[placed.sample].put(placed, rows)
+        progress.advance(len(placed.document.rows))
+        if progress.wants_estimate:
+            estimate.add(placed.document, rows)
+            if progress.ready_to_estimate:
+                share = estimate.label_share() if resolved.spec.topk >= _TELLING_TOPK else None
+                progress.estimate(estimate.bytes_per_position(), share)
+    writer = ShardWriter(folder, resolved.spec, shard, first)
+    for index in range(first, last):
+        sample, rows = resolved.reader[index], rows_of_sample.pop(index)
+        writer.append(
+            sample.tokens,
+            sample.loss_mask,
+            rows.topk_ids,
+            rows.topk_logprobs,
+            cu_seqlens=sample.cu_seqlens,
+            log_z=rows.log_z,
+            hidden=rows.hidden,
+        )
+    writer.publish()
+
+
+def _complete(resolved: ResolvedJob, folder: Path) -> bool:
+    """Publishes the manifest if every shard is there; so does any other worker that sees them
+    all."""
+    manifest = folder / MANIFEST_NAME
+    if not manifest.exists():
+        try:
+            if _missing(resolved, folder):
+                return manifest.exists()
+            publish_manifest(folder, samples=len(resolved.reader), origin=asdict(resolved.job))
+        except (FileNotFoundError, CacheError):
+            # Another worker published between two looks at the directory and took the entry files
+            # away.
+            if not manifest.exists():
+                raise
+    (folder / _ORIGIN_NAME).unlink(missing_ok=True)
+    return True
+
+
+def _origin_text(job: CaptureJob) -> bytes:
+    return json.dumps(asdict(job), sort_keys=True).encode()
