@@ -6,6 +6,18 @@ from pathlib import Path
 FILE_NAME = "metrics.jsonl"
 PEAK_MEMORY = "peak_memory.json"
 
+# Names of what a run reports, means over supervised tokens. Losses are in nats.
+KD_LOSS = "kd loss"
+"""The divergence between teacher and student alone, offline and online, whatever is trained on."""
+LM_LOSS = "lm loss"
+"""Cross-entropy to the label."""
+HIDDEN_LOSS = "hidden loss"
+"""The loss between hidden states, unweighted, in its own unit."""
+TOTAL_LOSS = "total loss"
+"""What is trained on, where that is not the divergence alone."""
+STUDENT_MASS, TEACHER_MASS = "student mass", "teacher mass"
+"""Each model's probability on the teacher's support."""
+
 
 def read_metrics(directory: str | Path) -> list[dict]:
     """The records of a run, in order; a last line cut short by a crash is left out.

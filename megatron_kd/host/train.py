@@ -23,7 +23,8 @@ from megatron_kd.files import publish
 from megatron_kd.host import checks as compatibility
 from megatron_kd.host import container as host_config
 from megatron_kd.host.callbacks import best_checkpoint as selection
-from megatron_kd.host.callbacks import profiling, sample_guard, stop_signals
+from megatron_kd.host.callbacks import profiling, stop_signals
+from megatron_kd.host.callbacks.balance import BalanceWeights
 from megatron_kd.host.callbacks.first_evaluation import FirstEvaluation
 from megatron_kd.host.callbacks.metrics import RunMetrics
 from megatron_kd.host.cpu import backend as cpu_backend
@@ -31,9 +32,8 @@ from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
 from megatron_kd.host.online import modelopt
 from megatron_kd.host.parameters import freezing as trainable
 from megatron_kd.host.parameters import lora as adapters
-from megatron_kd.host.step import distillation_loss as loss_seam
-from megatron_kd.host.step import hidden_states
-from megatron_kd.host.step.offline import OfflineStep
+from megatron_kd.host.step import hidden_states, offline
+from megatron_kd.host.step.forward_step import DistillationStep
 from megatron_kd.host.versions import features as host_version
 from megatron_kd.host.versions import patches as host_patches
 
@@ -67,11 +67,11 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
         container: What `prepare` returned for it.
     """
     host_patches.apply()
-    sample_guard.set_report_directory(config.output_dir)
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
         compatibility.record_identity(config, container)
-    metrics = RunMetrics(config.output_dir, container.model.seq_length, progress=config.progress)
+    step = DistillationStep(config.output_dir)
+    metrics = RunMetrics(config.output_dir, step.data_wait, progress=config.progress)
     callbacks = [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))
@@ -80,17 +80,11 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
         container.model.register_pre_wrap_hook(hook)
     if config.student.lora is not None:
         container.model.register_pre_wrap_hook(partial(adapters.add, config=config.student.lora))
-    weights = hidden_states.Weights(config.hidden_states)
+    weights = hidden_states.LossWeights(config.hidden_states)
     if config.hidden_states.balance:
-        callbacks.append(hidden_states.BalanceWeights(weights, config.output_dir))
-    if config.mode == "online":
-        step = modelopt.set_up(config, container, weights)
-    else:
-        width = container.dataset.open("train").manifest.get("hidden_size")
-        teacher_width = width if config.hidden_states.pairs else None
-        loss_seam.register(container.model, config.loss, weights, teacher_width)
-        step = OfflineStep()
-    metrics.data_wait = step.data_wait
+        callbacks.append(BalanceWeights(weights, config.output_dir))
+    teacher = modelopt if config.mode == "online" else offline
+    teacher.attach_when_built(config, container, weights)
     callbacks.append(FirstEvaluation(step, metrics))
     if config.selection.keep_best:
         callbacks.append(selection.SelectBest(config.selection, config.output_dir))

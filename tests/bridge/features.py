@@ -99,6 +99,8 @@ FEATURES = {
         4, DEEP, BLOCK, "bridge.model.pipeline_model_parallel_size=4", equals="deep, block"
     ),
     "heads, dense": _feature(1, HEADS, DENSE, equals="heads"),
+    "heads, fusion": _feature(1, HEADS, FUSION, equals="heads"),
+    "heads, fusion, dense": _feature(1, HEADS, FUSION, DENSE, equals="heads"),
     "heads, DP 2": _feature(2, HEADS, HEADS_CONTINUE, equals="heads", since=3),
     "heads, CP 2": _feature(
         2,

@@ -167,15 +167,24 @@ def write_packed(directory: Path, split: str, teacher, samples, packing: str) ->
 
 @torch.no_grad()
 def write_cache(
-    directory, teacher, samples, *, topk=TOPK, vocab_size=VOCAB_SIZE, sampling="topk"
+    directory,
+    teacher,
+    samples,
+    *,
+    topk=TOPK,
+    vocab_size=VOCAB_SIZE,
+    sampling="topk",
+    temperatures=(),
 ) -> None:
     """The teacher's exact top-K of every supervised row; fp16 codec."""
     description = CACHE | {"vocab_size": vocab_size, "topk": topk, "sampling": sampling}
+    description["temperatures"] = list(temperatures)
     with CacheWriter(directory, shard_positions=256, **description) as writer:
         for tokens, mask in samples:
-            logprobs = torch.log_softmax(teacher(tokens[None]).logits[0].double(), -1).float()
-            values, ids = logprobs.topk(topk, dim=-1)
-            writer.append(tokens, mask, ids, values)
+            logprobs = torch.log_softmax(teacher(tokens[None]).logits[0].double(), -1)
+            values, ids = logprobs.float().topk(topk, dim=-1)
+            log_z = {tau: torch.logsumexp(logprobs / tau, -1).float() for tau in temperatures}
+            writer.append(tokens, mask, ids, values, log_z=log_z)
 
 
 def write_sequences(directory: Path, samples) -> None:

@@ -18,7 +18,7 @@ from launch import DISTILL, REPOSITORY, Curves, environment, run, torchrun
 from transformers import LlamaForCausalLM
 
 from megatron_kd.cache import CacheReader
-from megatron_kd.host.callbacks.sample_guard import FILE_NAME
+from megatron_kd.host.step.finite_loss import FILE_NAME
 
 START_S = 300
 FAILING = Path(__file__).with_name("failing_rank.py")

@@ -10,10 +10,8 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron_kd.config import SelectionConfig
 from megatron_kd.files import publish
 from megatron_kd.host.export import BEST_FILE
-from megatron_kd.metrics_file import FILE_NAME, curve, read_metrics
+from megatron_kd.metrics_file import FILE_NAME, KD_LOSS, curve, read_metrics
 from megatron_kd.typed_mapping import ConfigError
-
-LOSS = "kd loss"
 
 
 class SelectBest(Callback):
@@ -35,20 +33,20 @@ class SelectBest(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         step = context.state.train_state.step
         if step and (self.directory / FILE_NAME).is_file():
-            iterations, values = curve(read_metrics(self.directory), "validation", LOSS)
+            iterations, values = curve(read_metrics(self.directory), "validation", KD_LOSS)
             past = zip(iterations, values, strict=True)
             self.history = {i: value for i, value in past if 0 < i <= step}
             self._stop_without_progress(context)
 
     def on_eval_end(self, context: CallbackContext) -> None:
         step = context.state.train_state.step
-        value = _on_every_rank((context.total_loss_dict or {}).get(LOSS))
+        value = _on_every_rank((context.total_loss_dict or {}).get(KD_LOSS))
         if step == 0 or step in self.history or not math.isfinite(value):
             return  # the student it started from has no checkpoint; the last evaluation is repeated
         self.history[step] = value
         best = best_of(self.history, self.config.min_improvement)
         if torch.distributed.get_rank() == 0:
-            record = {"iteration": best, LOSS: self.history[best]}
+            record = {"iteration": best, KD_LOSS: self.history[best]}
             publish(self.directory / BEST_FILE, json.dumps(record) + "\n")
         self._stop_without_progress(context)
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from tqdm import tqdm
 
 from megatron_kd.files import publish
-from megatron_kd.host.step.offline import DataWait
+from megatron_kd.host.step.micro_batch import DataWait
 from megatron_kd.metrics_file import FILE_NAME, PEAK_MEMORY, read_metrics
 
 
@@ -29,16 +29,13 @@ class RunMetrics(Callback):
     Args:
         directory: Where `metrics.jsonl` and `peak_memory.json` go. A resumed run continues the
             file: lines of iterations it will repeat are dropped.
-        sequence_length: Tokens of one sample, for tokens per second.
+        data_wait: Seconds that the run's forward step waits for data.
         progress: Show a bar on standard error.
     """
 
-    data_wait: DataWait | None = None
-    """Of this run's forward step, once that is made."""
-
-    def __init__(self, directory: str | Path, sequence_length: int, *, progress: bool = True):
+    def __init__(self, directory: str | Path, data_wait: DataWait, *, progress: bool = True):
         self.directory = Path(directory)
-        self.sequence_length = sequence_length
+        self.data_wait = data_wait
         self.progress = progress
         self._bar = None
         self._writes = False
@@ -89,7 +86,7 @@ class RunMetrics(Callback):
         samples = cfg.train.global_batch_size
         flops = num_floating_point_operations(cfg, samples) / torch.distributed.get_world_size()
         return {
-            "tokens_per_s": samples * self.sequence_length / seconds,
+            "tokens_per_s": samples * cfg.model.seq_length / seconds,
             "model_tflops_per_s": flops / seconds / 1e12,
             "seconds": seconds,
             "data_wait_s": self.data_wait.take(),

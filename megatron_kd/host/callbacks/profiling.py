@@ -7,34 +7,18 @@ writes one snapshot per profiled iteration and rank, for https://pytorch.org/mem
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ProfilingConfig
 
+from megatron_kd.host.step import nvtx_ranges
 from megatron_kd.typed_mapping import ConfigError
 
 ITERATIONS = 15
 FIRST, LAST = 10, 13  # profiled, counted from 1
 MEMORY_ENTRIES = 1_000_000
-
-_ranges_are_on = False
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """An NVTX range around one of our stages, while `profile=nsys` is on; otherwise nothing."""
-    if not _ranges_are_on:
-        yield
-        return
-    torch.cuda.nvtx.range_push(f"megatron_kd {name}")
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 def configure(profile: str | None, container, *, on_cpu: bool) -> None:
@@ -65,8 +49,7 @@ def configure(profile: str | None, container, *, on_cpu: bool) -> None:
 
 def callbacks(profile: str | None, directory: str | Path) -> list[Callback]:
     """What a profiled run adds to training."""
-    global _ranges_are_on
-    _ranges_are_on = profile == "nsys"
+    nvtx_ranges.switch(profile == "nsys")
     return [MemoryHistory(directory)] if profile == "memory" else []
 
 

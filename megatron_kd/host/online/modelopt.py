@@ -9,29 +9,14 @@ teacher's weights proven loaded and frozen, and reports that the host adds up co
 from functools import partial
 
 import megatron.core.parallel_state as parallel_state
-import torch
 from megatron.bridge.training.post_training.distillation import ModelOptDistillConfig
-from megatron.bridge.training.state import GlobalState
-from megatron.core.utils import unwrap_model
 
-from megatron_kd.config import DistillConfig, HiddenStatesConfig, LossConfig
-from megatron_kd.host.callbacks import profiling
-from megatron_kd.host.callbacks.sample_guard import check_finite
+from megatron_kd.config import DistillConfig, HiddenStatesConfig
 from megatron_kd.host.container import model_provider
 from megatron_kd.host.online import teacher_check
-from megatron_kd.host.online.criteria import (
-    FullVocabularyLogitsKLLoss,
-    HiddenStateLoss,
-    WeightedBalancer,
-)
+from megatron_kd.host.online.criteria import HiddenStateCriterion, OnlineLoss, OutputLayerCriterion
+from megatron_kd.host.online.hidden_layers import check_layers, layer_name
 from megatron_kd.host.step import hidden_states
-from megatron_kd.host.step.offline import (
-    DataWait,
-    attention_arguments,
-    load_batch,
-    sum_over_tokens,
-    supervised_index,
-)
 from megatron_kd.host.versions import features as host_version
 from megatron_kd.typed_mapping import ConfigError
 
@@ -63,25 +48,22 @@ class OnlineConfig(ModelOptDistillConfig):
     A criterion handed over beforehand would be emptied by the host's configuration overrides.
     """
 
-    def __init__(self, loss: LossConfig, hidden: HiddenStatesConfig, student, teacher):
-        self._loss, self._hidden = loss, hidden
+    def __init__(self, hidden: HiddenStatesConfig, student, teacher):
+        self._hidden = hidden
         self._student, self._teacher = student, teacher
-        self._vocab_size = student.vocab_size
         super().__init__(skip_lm_loss=True)
 
     @property
     def criterion(self):
         if not parallel_state.is_initialized() or not parallel_state.is_pipeline_last_stage():
             return {}
-        criteria = {
-            OUTPUT_LAYERS: FullVocabularyLogitsKLLoss(self._student, self._loss, self._vocab_size)
-        }
+        criteria = {OUTPUT_LAYERS: OutputLayerCriterion(self._student)}
         for student_layer, teacher_layer in self._hidden.pairs:
             names = (
-                hidden_states.layer_name(student_layer, self._student),
-                hidden_states.layer_name(teacher_layer, self._teacher),
+                layer_name(student_layer, self._student),
+                layer_name(teacher_layer, self._teacher),
             )
-            criteria[names] = HiddenStateLoss(self._student, self._hidden.loss)
+            criteria[names] = HiddenStateCriterion(self._student)
         return criteria
 
     @criterion.setter
@@ -123,7 +105,7 @@ def check(config: DistillConfig, container) -> None:
         raise ConfigError(
             "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
         )
-    hidden_states.check_layers(config.hidden_states, student, teacher)
+    check_layers(config.hidden_states, student, teacher)
     tp = student.tensor_model_parallel_size
     for name in ("num_attention_heads", "num_query_groups"):
         if getattr(teacher, name) % tp:
@@ -134,8 +116,10 @@ def check(config: DistillConfig, container) -> None:
             )
 
 
-def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> "OnlineStep":
-    """Turn the container's model into student and teacher, and return the forward step for them."""
+def attach_when_built(config: DistillConfig, container, weights: hidden_states.LossWeights) -> None:
+    """Make the container's model a student with its teacher beside it, the loss attached when the
+    host builds them.
+    """
     student, teacher = container.model, _teacher_provider(config)
     for name in SHARED_FIELDS:
         of_experts = name.startswith("expert_") and not teacher.num_moe_experts
@@ -149,119 +133,29 @@ def set_up(config: DistillConfig, container, weights: hidden_states.Weights) -> 
     for provider in (student, teacher):
         provider.finalize()
     expected = teacher_check.shape_of(teacher)
-    kd_config = OnlineConfig(config.loss, config.hidden_states, student, teacher)
-    kd_config.loss_balancer = WeightedBalancer(weights)
-    attach = partial(_attach, projects=bool(config.hidden_states.pairs))
-    container.model = host_version.convert_to_distillation(student, teacher, kd_config, attach)
+    attach = partial(
+        _attach, config=config.loss, vocab_size=container.model.vocab_size, weights=weights
+    )
+    container.model = host_version.convert_to_distillation(
+        student, teacher, OnlineConfig(config.hidden_states, student, teacher), attach
+    )
     teacher.register_pre_wrap_hook(
         partial(teacher_check.has_shape, provider=teacher, expected=expected)
     )
-    return OnlineStep(weights)
 
 
 def _teacher_provider(config: DistillConfig):
     return model_provider(config.teacher.hf_path, load_weights=True)
 
 
-def _attach(model: list, *, projects: bool) -> list:
-    """Pre-wrap hook, after the weights: connect criteria and layers, check that the teacher is
-    frozen.
-    """
+def _attach(model: list, *, config, vocab_size, weights) -> list:
+    """Pre-wrap hook, after the weights: attach the loss, check that the teacher is frozen."""
     for chunk in model:
         teacher_check.is_frozen(chunk.teacher_model)
-        chunk.compute_language_model_loss = _no_language_model_loss
-        chunk.teacher_model.compute_language_model_loss = _no_language_model_loss
-        for criterion in _criteria(chunk):
-            criterion.attach(chunk, chunk.teacher_model)
-        for criterion in _criteria(chunk, HiddenStateLoss):
-            criterion.attach(chunk)
-        if projects and getattr(chunk, "post_process", False):
+        if not getattr(chunk, "post_process", False):
+            continue
+        OnlineLoss(chunk, config, vocab_size, weights)
+        if weights.config.pairs:
             sizes = chunk.config.hidden_size, chunk.teacher_model.config.hidden_size
             hidden_states.add_projection(chunk, *sizes)
     return model
-
-
-def _criteria(model, kind: type = FullVocabularyLogitsKLLoss) -> list:
-    """Our criteria of a distillation model; ModelOpt's `loss_modules` lists only those with
-    parameters.
-    """
-    return [loss for loss in model._layers_to_loss.values() if isinstance(loss, kind)]
-
-
-def _no_language_model_loss(labels, output):
-    """The criterion computes the loss to the label in the same pass; this one would need the
-    logits.
-    """
-    return torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-
-
-class OnlineStep:
-    """Callable for `pretrain`: both models' forward; the losses are formed in the loss function.
-
-    Args:
-        weights: Of the logits loss and the hidden-state loss.
-    """
-
-    def __init__(self, weights: hidden_states.Weights):
-        self.weights = weights
-        self.data_wait = DataWait()
-
-    def __call__(
-        self, state: GlobalState, data_iterator, model, return_schedule_plan: bool = False
-    ):
-        state.timers("batch-generator", log_level=2).start()
-        batch, host_mask = load_batch(
-            data_iterator,
-            model,
-            self.data_wait,
-            documents_apart=state.cfg.dataset.documents_apart,
-        )
-        state.timers("batch-generator").stop()
-        distilled = unwrap_model(model)
-        criteria = _criteria(distilled)
-        for criterion in criteria:
-            mask = batch["loss_mask"]
-            criterion.begin(batch["labels"], mask, supervised_index(host_mask, mask.device))
-        with profiling.stage("forward"):
-            output = model(
-                input_ids=batch.get("tokens"),
-                position_ids=batch.get("position_ids"),
-                attention_mask=None,
-                labels=batch.get("labels"),
-                **attention_arguments(batch),
-            )
-        check = state.cfg.rerun_state_machine.check_for_nan_in_loss
-        return output, partial(
-            _online_loss,
-            model=distilled,
-            weights=self.weights,
-            loss_mask=batch.get("loss_mask"),
-            sample_index=batch.get("sample_index") if check else None,
-        )
-
-
-def _online_loss(output, *, model, weights, loss_mask, sample_index):
-    with profiling.stage("loss"):
-        losses = model.compute_kd_loss(
-            student_loss=output.new_zeros(()),
-            loss_reduction_fn=partial(_masked_sum, loss_mask=loss_mask),
-        )
-    metrics = {n: value for loss in _criteria(model) for n, value in loss.metrics.items()}
-    hidden = [loss.metrics[hidden_states.HIDDEN_LOSS] for loss in _criteria(model, HiddenStateLoss)]
-    if hidden:
-        metrics[hidden_states.HIDDEN_LOSS] = torch.stack(hidden).mean(dim=0)
-        metrics[hidden_states.TOTAL_LOSS] = (
-            weights.logits * metrics.get(hidden_states.TOTAL_LOSS, metrics["kd loss"])
-            + weights.hidden * metrics[hidden_states.HIDDEN_LOSS]
-        )
-    _, tokens, reports = sum_over_tokens(
-        output, loss_mask=loss_mask, metrics=metrics, sample_index=None
-    )
-    if sample_index is not None:
-        check_finite(losses["kd_loss"], sample_index)
-    return losses["kd_loss"], tokens, reports
-
-
-def _masked_sum(loss, *, loss_mask):
-    values, _, _ = loss
-    return torch.sum(values.float() * loss_mask.float())

@@ -1,37 +1,30 @@
-"""Losses between hidden states beside the loss between logits: layers, projection, weights.
+"""A loss between hidden states beside the loss between logits: its value, projection and weight.
 
-Online the teacher's layers are in the process (`modelopt.py` hooks them); offline the cache holds
-the teacher's last hidden state (`loss_seam.py` hands it over). Both use what is here.
+Online the teacher's layers are in the process; offline the cache holds the teacher's last hidden
+state. Both use what is here.
 
-s: sequence positions of the micro-batch on this context-parallel rank, s': the part of them this
-tensor-parallel rank holds (s / tp under sequence parallelism, else s), b: micro-batch, D: student's
-hidden size, H: teacher's.
+s: sequence positions of the micro-batch on this context-parallel rank, s': those of them that this
+tensor-parallel rank holds (s / tp under sequence parallelism, else s), b: micro-batch, h: the
+student's hidden size, h_t: the teacher's.
 """
 
-from pathlib import Path
-
 import torch
-from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_kd.config import FINAL_NORM, HiddenStatesConfig
+from megatron_kd.config import HiddenStatesConfig
 from megatron_kd.losses.hidden_states import HIDDEN_STATE_LOSSES
-from megatron_kd.metrics_file import read_metrics
-from megatron_kd.typed_mapping import ConfigError
 
 PROJECTION = "hidden_state_projection"
-HIDDEN_LOSS, TOTAL_LOSS = "hidden loss", "total loss"
 PROJECTION_SEED = 20
 
 
-class Weights:
+class LossWeights:
     """What the logits loss and the hidden-state loss are multiplied by, the same on every rank.
 
-    A balanced weight makes the hidden-state loss as large as `weight` × the logits loss. It is
+    A balanced weight makes the hidden-state loss as large as `weight` × the divergence. It is
     taken from the global means of the step before, so it depends neither on the parallel layout nor
-    on the micro-batch size, and it uses the logits loss's magnitude: a top-K divergence may be
-    negative.
+    on the micro-batch size, and it uses the divergence's magnitude: one from a truncated teacher
+    may be negative.
     """
 
     def __init__(self, config: HiddenStatesConfig):
@@ -39,48 +32,57 @@ class Weights:
         self.logits = config.logits_weight
         self.hidden = config.weight
 
-    def update(self, kd_loss: float, hidden_loss: float) -> None:
-        """Set the weights of the next step from this step's means, in nats and in the hidden loss's
-        unit.
+    def balance(self, divergence: float, hidden_loss: float) -> None:
+        """Set the weights of the next step from this step's means over all supervised tokens.
+
+        Args:
+            divergence: Nats.
+            hidden_loss: In the hidden-state loss's own unit.
         """
         if self.config.balance and hidden_loss > 0:
-            self.hidden = self.config.weight * abs(kd_loss) / hidden_loss
+            self.hidden = self.config.weight * abs(divergence) / hidden_loss
+
+    def mix(self, logits_loss: torch.Tensor, hidden_loss: torch.Tensor | None) -> torch.Tensor:
+        """[s, b] each → the loss to train on [s, b]; logits_loss itself where nothing is mixed."""
+        total = logits_loss if self.logits == 1 else self.logits * logits_loss
+        return total if hidden_loss is None else total + self.hidden * hidden_loss
 
 
-class BalanceWeights(Callback):
-    """Update the weights after every step. A resumed run takes up the last step's from its metrics.
+class LastHiddenState:
+    """The offline loss between the last hidden states, which are what the output layer reads.
 
     Args:
-        weights: Of this run.
-        directory: The run's output_dir, which every rank can read.
+        model: The student's chunk with the output layer; holds the projection.
+        output_layer: Its output layer.
+        kind: "mse" or "cosine".
+        tp_group: Tensor-parallel ranks, or None.
     """
 
-    def __init__(self, weights: Weights, directory: str | Path):
-        self.weights = weights
-        self.directory = Path(directory)
+    def __init__(self, model, output_layer, kind: str, tp_group):
+        self._model, self._kind = model, kind
+        self._parallel = {
+            "sequence_parallel": bool(getattr(output_layer, "sequence_parallel", False)),
+            "tp_group": tp_group,
+        }
+        self._student = None
+        output_layer.register_forward_pre_hook(self._keep, with_kwargs=True)
 
-    def on_train_start(self, context: CallbackContext) -> None:
-        step = context.state.train_state.step
-        if step == 0:
-            return
-        for record in read_metrics(self.directory):
-            if record["kind"] == "train" and record["iteration"] == step:
-                self._update(record["losses"])
-                return
-        raise ValueError(
-            f"the metrics in {self.directory} have no iteration {step}, from which this run "
-            "resumes and whose losses balance the next step: keep metrics.jsonl with the "
-            "checkpoints, with a bridge.logger.log_interval that divides the save_interval, or set "
-            "hidden_states.balance=false"
+    def loss(self, teacher: torch.Tensor) -> torch.Tensor:
+        """The teacher's states [s, b, h_t] against those of the output layer's last call; [s, b]
+        fp32. The student's are let go.
+        """
+        student, self._student = self._student, None
+        return hidden_state_loss(
+            student,
+            part_of_this_rank(teacher, **self._parallel),
+            model=self._model,
+            kind=self._kind,
+            **self._parallel,
         )
 
-    def on_train_step_end(self, context: CallbackContext) -> None:
-        losses = context.loss_dict or {}  # only the last stage has them, and uses the weights
-        self._update({name: value.item() for name, value in losses.items()})
-
-    def _update(self, losses: dict[str, float]) -> None:
-        if HIDDEN_LOSS in losses:
-            self.weights.update(losses["kd loss"], losses[HIDDEN_LOSS])
+    def _keep(self, module, arguments, keywords) -> None:
+        """Forward pre-hook of the output layer."""
+        self._student = arguments[0] if arguments else keywords["input_"]
 
 
 def hidden_state_loss(
@@ -95,9 +97,9 @@ def hidden_state_loss(
     """Per-token loss between hidden states, the same on every tensor-parallel rank.
 
     Args:
-        predictions: [s', b, D], the student's.
-        targets: [s', b, H], the teacher's.
-        model: Holds the projection D → H where the two differ (`add_projection`).
+        predictions: [s', b, h], the student's.
+        targets: [s', b, h_t], the teacher's.
+        model: Holds the projection h → h_t where the two differ (`add_projection`).
         kind: "mse" or "cosine".
         sequence_parallel: Whether s' is a part of s.
         tp_group: Tensor-parallel ranks, or None.
@@ -117,7 +119,7 @@ def hidden_state_loss(
     )
 
 
-def own_part(whole: torch.Tensor, *, sequence_parallel: bool, tp_group) -> torch.Tensor:
+def part_of_this_rank(whole: torch.Tensor, *, sequence_parallel: bool, tp_group) -> torch.Tensor:
     """[s, …] → [s', …], the positions this tensor-parallel rank holds."""
     if not sequence_parallel or tp_group is None:
         return whole
@@ -142,45 +144,3 @@ def add_projection(model: torch.nn.Module, student_size: int, teacher_size: int)
     # The host adds up its gradient over tensor-parallel ranks that each saw a part of the sequence.
     projection.weight.sequence_parallel = bool(model.config.sequence_parallel)
     model.add_module(PROJECTION, projection)
-
-
-def layer_name(layer: int | str, provider) -> str:
-    """A configured layer as a module name of the model chunk on this (last) pipeline stage.
-
-    Raises:
-        ConfigError: The layer is on an earlier stage.
-    """
-    if layer == FINAL_NORM:
-        return "decoder.final_layernorm"
-    index = layer if layer >= 0 else provider.num_layers + layer
-    local = index - get_transformer_layer_offset(provider)
-    if local < 0:
-        raise ConfigError(
-            f"hidden_states.pairs names layer {layer}, which is not on the last pipeline stage; "
-            "ModelOpt compares layers of the last stage only: choose later layers, or fewer stages"
-        )
-    return f"decoder.layers.{local}"
-
-
-def check_layers(config: HiddenStatesConfig, student, teacher) -> None:
-    """Refuse layers that do not exist, and recomputation that would detach them.
-
-    Raises:
-        ConfigError: Names the pair.
-    """
-    for pair in config.pairs:
-        for layer, provider, whose in zip(
-            pair, (student, teacher), ("student", "teacher"), strict=True
-        ):
-            count = provider.num_layers
-            if layer != FINAL_NORM and not -count <= layer < count:
-                raise ConfigError(
-                    f"hidden_states.pairs: {list(pair)} names layer {layer} of the {whose}, which "
-                    f"has {count} layers (0 … {count - 1}, or -1 for the last)"
-                )
-        if pair[0] != FINAL_NORM and student.recompute_granularity == "full":
-            raise ConfigError(
-                "bridge.model.recompute_granularity=full runs the student's layers without a "
-                f"graph, so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
-                "recompute_granularity=selective"
-            )

@@ -1,204 +1,119 @@
-"""One forward step of Megatron-Bridge's loop with a distillation loss.
+"""The loss against the teacher's cached top-K rows.
 
-Bridge's own step drops the batch keys it does not know, so the teacher's rows would never arrive.
-This one moves what each pipeline stage needs, hands the teacher's rows to the last stage's
-`DistillationLoss`, and reports every quantity as (sum, supervised tokens), which the host adds up
-over micro-batches and ranks before it divides.
-
-s: sequence positions on this rank, b: micro-batch, K: support.
+s: sequence positions on this rank (s / tp under sequence parallelism for hidden states),
+b: micro-batch, h: hidden size, k: support, vp: vocabulary / tp.
 """
 
-import time
-from collections.abc import Iterator
 from functools import partial
 
 import torch
-from megatron.bridge.training.state import GlobalState
-from megatron.bridge.training.utils.pg_utils import get_pg_collection
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_kd.host.callbacks import profiling
-from megatron_kd.host.callbacks.sample_guard import check_finite
-from megatron_kd.host.step import packed_documents
-from megatron_kd.host.step.distillation_loss import DistillationLoss, LossBatch
-from megatron_kd.host.versions import features as host_version
+from megatron_kd.config import DistillConfig, LossConfig
+from megatron_kd.host.step import hidden_states
+from megatron_kd.host.step.distillation_loss import DistillationLoss, Losses
+from megatron_kd.losses import (
+    TopKTarget,
+    dense_kd_loss,
+    fused_chunked_kd_loss,
+    sparse_chunked_kd_loss,
+)
 
-FIRST_STAGE_KEYS = ("tokens", "position_ids")
-TEACHER_KEYS = ("topk_ids", "topk_logprobs", "log_z_tau", "teacher_hidden")
-LAST_STAGE_KEYS = ("labels", "loss_mask", *TEACHER_KEYS)
-
-NO_TOKENS = 1e-9
-"""Added to a reported token count: it vanishes beside 1, and a batch without a supervised token
-reports 0, not NaN.
-"""
+FROM_HIDDEN_STATES = "fused_chunked"
+"""The implementation that projects the hidden states itself; the others read logits."""
 
 
-class DataWait:
-    """Seconds this rank waited for its data loader."""
+class OfflineLoss(DistillationLoss):
+    """The loss of a student whose teacher is in a cache."""
 
-    def __init__(self):
-        self.seconds = 0.0
-
-    def next(self, data_iterator: Iterator):
-        """The next item, its wait added up."""
-        started = time.perf_counter()
-        with profiling.stage("wait for data"):
-            item = next(data_iterator)
-        self.seconds += time.perf_counter() - started
-        return item
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-class OfflineStep:
-    """Callable for `pretrain`: (state, data_iterator, model) → (per-token loss [b, s], loss
-    function).
-    """
-
-    def __init__(self):
-        self.data_wait = DataWait()
-
-    def __call__(
-        self,
-        state: GlobalState,
-        data_iterator: Iterator,
-        model: torch.nn.Module,
-        return_schedule_plan: bool = False,
-    ):
-        if return_schedule_plan:
-            raise ValueError(
-                "overlap_moe_expert_parallel_comm runs the model in pieces that the distillation "
-                "loss cannot follow; set bridge.model.overlap_moe_expert_parallel_comm=false"
+    def __init__(self, model: torch.nn.Module, config: LossConfig, vocab_size: int, weights):
+        super().__init__(model, config, vocab_size, weights)
+        self._last_hidden_state = None
+        if weights.config.pairs:
+            self._last_hidden_state = hidden_states.LastHiddenState(
+                model, self.tap.layer, weights.config.loss, self.tp_group
             )
-        state.timers("batch-generator", log_level=2).start()
-        with state.straggler_timer(bdata=True):
-            batch, host_mask = load_batch(
-                data_iterator,
-                model,
-                self.data_wait,
-                documents_apart=state.cfg.dataset.documents_apart,
-            )
-        state.timers("batch-generator").stop()
-        loss = DistillationLoss.of(model)
-        if loss is not None:
-            loss.begin(
-                LossBatch(
-                    **{key: batch[key] for key in TEACHER_KEYS},
-                    loss_mask=batch["loss_mask"],
-                    supervised_index=supervised_index(host_mask, batch["loss_mask"].device),
-                )
-            )
-        with state.straggler_timer, profiling.stage("forward"):
-            output = model(
-                input_ids=batch.get("tokens"),
-                position_ids=batch.get("position_ids"),
-                attention_mask=None,
-                labels=batch.get("labels"),
-                loss_mask=batch.get("loss_mask"),
-                **attention_arguments(batch),
-            )
-        metrics = loss.end() if loss is not None else {}
-        check = state.cfg.rerun_state_machine.check_for_nan_in_loss
-        return output, partial(
-            sum_over_tokens,
-            loss_mask=batch.get("loss_mask"),
-            metrics=metrics,
-            sample_index=batch.get("sample_index") if check else None,
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        return self.config.impl == FROM_HIDDEN_STATES
+
+    def losses(self, labels: torch.Tensor, output: torch.Tensor) -> Losses:
+        inputs = self.inputs
+        target = TopKTarget(
+            ids=inputs.topk_ids.transpose(0, 1),  # [s, b, k]
+            logprobs=inputs.topk_logprobs.transpose(0, 1),
+            log_z_tau=None if inputs.log_z_tau is None else inputs.log_z_tau.transpose(0, 1),
         )
+        logits, metrics = IMPLEMENTATIONS[self.config.impl](
+            self,
+            output,
+            target,
+            divergence=self.config.divergence,
+            labels=labels,
+            return_metrics=True,
+            **self.parallel,
+        )
+        if self._last_hidden_state is None:
+            return Losses(logits, metrics)
+        hidden = self._last_hidden_state.loss(inputs.teacher_hidden.transpose(0, 1))
+        return Losses(logits, metrics, hidden)
 
 
-def load_batch(
-    data_iterator, model, wait: DataWait, *, documents_apart: bool
-) -> tuple[dict, torch.Tensor | None]:
-    """This rank's part of the next micro-batch, on its device, and the loss mask still on the host.
+def _dense(loss: OfflineLoss, logits, target, **common):
+    return dense_kd_loss(logits, target, **common)
 
-    Args:
-        documents_apart: Samples hold documents that must not attend to one another.
 
-    Returns:
-        The tensors this pipeline stage needs ([b, s] and [b, s, K]; with documents apart also
-        packed_seq_params), and loss_mask [b, s] in host memory.
+def _sparse_chunked(loss: OfflineLoss, logits, target, **common):
+    if loss.config.chunk_size != "auto":
+        common["chunk_size"] = loss.config.chunk_size
+    return sparse_chunked_kd_loss(logits, target, reuse_logits=True, **common)
+
+
+def _fused_chunked(loss: OfflineLoss, hidden, target, **common):
+    return fused_chunked_kd_loss(
+        hidden,
+        loss.tap.weight,
+        target,
+        bias=loss.tap.bias,
+        gradient=loss.config.gradient,
+        token_weights=loss.inputs.loss_mask.transpose(0, 1),
+        supervised_index=loss.inputs.supervised_index,
+        **loss.fused,
+        **common,
+    )
+
+
+IMPLEMENTATIONS = {
+    "dense": _dense,
+    "sparse_chunked": _sparse_chunked,
+    "fused_chunked": _fused_chunked,
+}
+"""loss.impl → (loss, output layer's output, target, keywords all share) → ([s, b], KDMetrics)."""
+
+
+def attach_when_built(config: DistillConfig, container, weights: hidden_states.LossWeights) -> None:
+    """Attach the loss to every chunk with an output layer when the host builds the model.
+
+    Call it after the hook that loads the weights: hooks run in order.
     """
-    groups = get_pg_collection(model)
-    first, last = is_pp_first_stage(groups.pp), is_pp_last_stage(groups.pp)
-    if not first and not last and not documents_apart:
-        return {}, None
-    whole = wait.next(data_iterator)
-    keys = FIRST_STAGE_KEYS if first else ()
-    uses_mtp = (getattr(get_model_config(model), "mtp_num_layers", None) or 0) > 0
-    if last:
-        keys = (*keys, *LAST_STAGE_KEYS, *(FIRST_STAGE_KEYS if uses_mtp and not first else ()))
-    batch = {key: whole.get(key) for key in keys}
-    if documents_apart:
-        batch = packed_documents.on_this_rank(batch, whole["cu_seqlens"], groups.cp)
-    else:
-        batch = host_version.batch_on_this_cp_rank(batch, groups.cp)
-    host_mask = batch.get("loss_mask")
-    on_device = {
-        key: value.cuda(non_blocking=True) if value is not None else None
-        for key, value in batch.items()
-    }
-    if documents_apart:
-        on_device["packed_seq_params"] = packed_documents.parameters(whole["cu_seqlens"])
-    return on_device | {"sample_index": whole["sample_index"]}, host_mask
+    width = None
+    if config.hidden_states.pairs:
+        width = container.dataset.open("train").manifest["hidden_size"]
+    container.model.register_pre_wrap_hook(
+        partial(
+            _attach,
+            config=config.loss,
+            vocab_size=container.model.vocab_size,
+            weights=weights,
+            teacher_width=width,
+        )
+    )
 
 
-def attention_arguments(batch: dict) -> dict:
-    """The model's keyword arguments for attention that keeps documents apart, if this batch needs
-    it.
-    """
-    packed = batch.get("packed_seq_params")
-    return {} if packed is None else {"packed_seq_params": packed}
-
-
-def supervised_index(host_mask: torch.Tensor, device) -> torch.Tensor:
-    """Rows of the flattened [s · b] positions that the mask keeps, found on the host so that no
-    device waits.
-
-    Args:
-        host_mask: [b, s], in host memory.
-
-    Returns:
-        [rows] int64 on `device`.
-    """
-    return host_mask.t().reshape(-1).nonzero().squeeze(-1).to(device, non_blocking=True)
-
-
-def sum_over_tokens(
-    per_token_loss: torch.Tensor,
-    *,
-    loss_mask: torch.Tensor,
-    metrics: dict[str, torch.Tensor],
-    sample_index: torch.Tensor | None,
-):
-    """The host's loss function: (sum of the loss, supervised tokens, report).
-
-    Args:
-        per_token_loss: [b, s] fp32, nats.
-        loss_mask: [b, s].
-        metrics: [b, s] each, detached, summed under the mask.
-        sample_index: Samples of this micro-batch, to name when the loss is not finite; None skips
-            that check.
-    """
-    mask = loss_mask.float().view(-1)
-    losses = per_token_loss.float().view(-1)
-    total = torch.sum(losses * mask)
-    if sample_index is not None:
-        check_finite(total, sample_index)
-    tokens = mask.sum()
-    count = tokens + NO_TOKENS
-
-    def report(values):
-        return torch.stack([torch.sum(values.detach().reshape(-1).float() * mask), count])
-
-    reports = {name: report(values) for name, values in metrics.items()}
-    return total, tokens.to(torch.int), reports
-
-
-def unwrapped(model):
-    """The Megatron-Core model inside its data-parallel and precision wrappers."""
-    return unwrap_model(model)
+def _attach(model: list, *, config, vocab_size, weights, teacher_width) -> list:
+    for chunk in model:
+        if getattr(chunk, "post_process", False):
+            if teacher_width is not None:
+                hidden_states.add_projection(chunk, chunk.config.hidden_size, teacher_width)
+            OfflineLoss(chunk, config, vocab_size, weights)
+    return model
