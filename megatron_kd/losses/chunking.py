@@ -8,10 +8,13 @@ one product.
 Letters: B micro-batch, Vp this rank's vocabulary.
 """
 
-import logging
-from typing import Literal, TypeAlias
+from __future__ import annotations
 
-import torch
+import logging
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:  # whoever plans a run reads the sizes here and needs no PyTorch
+    import torch
 
 ChunkSize: TypeAlias = int | Literal["auto"]
 
@@ -74,6 +77,8 @@ def chunk_rows(
 def default_budget_bytes(device: torch.device) -> int:
     budget = DEFAULT_BUDGET_BYTES.get(device.type, DEFAULT_BUDGET_BYTES["cuda"])
     if device.type == "cuda":
+        import torch
+
         whole = torch.cuda.get_device_properties(device).total_memory
         budget = min(budget, int(whole * DEVICE_SHARE))
     return budget

@@ -1,10 +1,9 @@
 """What can be measured: the bare products, this package's losses, and their alternatives.
 
 Each takes `Inputs` and returns the mean loss in nats with its graph; implementations of one
-quantity return the same number and the same gradients. `products` counts the [S, D] x [D, V] matrix
-products of one forward and backward pass, the teacher's included.
+quantity return the same number and the same gradients.
 
-Letters: S sequence, D hidden, Vp this rank's vocabulary, K support.
+Shapes: s sequence (the micro-batch is 1), h hidden, v vocabulary, vp = v / tp.
 """
 
 from collections.abc import Callable
@@ -27,27 +26,35 @@ from megatron_kd.tools.benchmark.inputs import Inputs
 BARE = "bare_products"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Implementation:
     title: str
     quantity: str
-    """products (nothing but those), topk, online or labels: what is computed, and so compared."""
+    """What is computed, and so compared: products (nothing but those), topk, online or labels."""
+
     products: int
+    """[s, h] x [h, v] matrix products of one forward and backward pass, the teacher's included."""
+
     mean_loss: Callable[[Inputs], torch.Tensor | None]
     chunked: bool = True
     """Whether it takes a chunk size."""
+
     shards: bool = True
     """Whether it runs under vocabulary tensor parallelism."""
+
+    ours: bool = True
+    """Whether it is this package's own."""
+
+    backend: str | None = None
+    """The elementwise kernels: None takes those that a user gets, "eager" those that the host's CPU
+    backend gets, which turns the compiler off."""
+
     missing: Callable[[torch.device], str | None] = lambda device: None
     """Why it cannot run on a device here, or None."""
-    ours: bool = True
-    backend: str | None = None
-    """Of the elementwise work. None: what a user gets; eager: what the host's CPU backend gets,
-    which turns the compiler off."""
 
 
 def bare_products(inputs: Inputs) -> None:
-    """logits = H W^T, dH = dz W and dW = sum of dz^T H over chunks, with nothing in between.
+    """Logits = H W^T, dH = dz W and dW = sum of dz^T H over chunks, with nothing in between.
 
     The least that yields both gradients: every buffer is taken once, not per chunk, and dW is
     summed inside the product.
@@ -78,14 +85,14 @@ class _SumGradient(torch.autograd.Function):
         return upstream, None
 
 
-def logits_of(inputs: Inputs):  # [S, 1, Vp]
+def logits_of(inputs: Inputs):  # [s, 1, vp]
     hidden = inputs.hidden
     if inputs.group is not None:
         hidden = _SumGradient.apply(hidden, inputs.group)
     return torch.nn.functional.linear(hidden, inputs.weight)
 
 
-def teacher_logits_of(inputs: Inputs):  # [S, 1, Vp]
+def teacher_logits_of(inputs: Inputs):  # [s, 1, vp]
     return torch.nn.functional.linear(inputs.teacher_hidden, inputs.teacher_weight)
 
 
@@ -152,141 +159,79 @@ def labels_fused(inputs):
     ).mean()
 
 
-def _implementations() -> dict[str, Implementation]:
-    make = Implementation
-    return {
-        BARE: make(
-            title="three bare products", quantity="products", products=3, mean_loss=bare_products
-        ),
-        "dense": make(title="dense", quantity="topk", products=3, mean_loss=dense, chunked=False),
-        "sparse_chunked": make(
-            title="sparse_chunked", quantity="topk", products=3, mean_loss=sparse_chunked
-        ),
-        "recompute": make(
-            title="fused_chunked, recompute",
-            quantity="topk",
-            products=4,
-            mean_loss=fused("recompute"),
-        ),
-        "in_forward": make(
-            title="fused_chunked, in_forward",
-            quantity="topk",
-            products=3,
-            mean_loss=fused("in_forward"),
-        ),
-        "recompute_eager": make(
-            title="fused_chunked, recompute, eager",
-            quantity="topk",
-            products=4,
-            mean_loss=fused("recompute"),
-            backend="eager",
-        ),
-        "in_forward_eager": make(
-            title="fused_chunked, in_forward, eager",
-            quantity="topk",
-            products=3,
-            mean_loss=fused("in_forward"),
-            backend="eager",
-        ),
-        "auto": make(
-            title="fused_chunked, all auto",
-            quantity="topk",
-            products=3,
-            mean_loss=fused("auto"),
-            chunked=False,
-        ),
-        "plain_kl_div": make(
-            title="plain F.kl_div",
-            quantity="topk",
-            products=3,
-            mean_loss=peers.plain_kl_div,
-            chunked=False,
-            shards=False,
-            ours=False,
-        ),
-        "paper_text": make(
-            title="paper's fused loss (text, 4 products)",
-            quantity="topk",
-            products=4,
-            mean_loss=paper.text,
-            ours=False,
-        ),
-        "paper_algorithm_1": make(
-            title="paper's Algorithm 1 (5 products)",
-            quantity="topk",
-            products=5,
-            mean_loss=paper.algorithm_1,
-            ours=False,
-        ),
-        "torch_linear_cross_entropy": make(
-            title="F.linear_cross_entropy, dense targets",
-            quantity="topk",
-            products=3,
-            mean_loss=peers.torch_dense_targets,
-            chunked=False,
-            shards=False,
-            missing=peers.torch_missing,
-            ours=False,
-        ),
-        "fused_online_recompute": make(
-            title="fused_online, recompute",
-            quantity="online",
-            products=6,
-            mean_loss=fused_online("recompute"),
-        ),
-        "fused_online": make(
-            title="fused_online, in_forward",
-            quantity="online",
-            products=4,
-            mean_loss=fused_online("in_forward"),
-        ),
-        "dense_online": make(
-            title="dense, online",
-            quantity="online",
-            products=4,
-            mean_loss=dense_online,
-            chunked=False,
-        ),
-        "modelopt_logits_kl": make(
-            title="ModelOpt LogitsKLLoss",
-            quantity="online",
-            products=4,
-            mean_loss=lambda inputs: peers.modelopt_logits_kl(
-                logits_of(inputs), teacher_logits_of(inputs), inputs.group
-            ),
-            chunked=False,
-            missing=peers.modelopt_missing,
-            ours=False,
-        ),
-        "liger_fused_jsd": make(
-            title="Liger fused JSD",
-            quantity="online",
-            products=4,
-            mean_loss=peers.liger_fused_jsd,
-            chunked=False,
-            shards=False,
-            missing=peers.liger_missing,
-            ours=False,
-        ),
-        "labels_fused": make(
-            title="fused cross-entropy, hard labels",
-            quantity="labels",
-            products=3,
-            mean_loss=labels_fused,
-        ),
-        "torch_linear_cross_entropy_labels": make(
-            title="F.linear_cross_entropy, chunked, hard labels",
-            quantity="labels",
-            products=3,
-            mean_loss=peers.torch_hard_labels,
-            chunked=False,
-            shards=False,
-            missing=peers.torch_missing,
-            ours=False,
-        ),
-    }
+def modelopt_logits_kl(inputs):
+    return peers.modelopt_logits_kl(logits_of(inputs), teacher_logits_of(inputs), inputs.group)
 
 
-IMPLEMENTATIONS = _implementations()
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    BARE: Implementation("three bare products", "products", 3, bare_products),
+    "dense": Implementation("dense", "topk", 3, dense, chunked=False),
+    "sparse_chunked": Implementation("sparse_chunked", "topk", 3, sparse_chunked),
+    "recompute": Implementation("fused_chunked, recompute", "topk", 4, fused("recompute")),
+    "in_forward": Implementation("fused_chunked, in_forward", "topk", 3, fused("in_forward")),
+    "recompute_eager": Implementation(
+        "fused_chunked, recompute, eager", "topk", 4, fused("recompute"), backend="eager"
+    ),
+    "in_forward_eager": Implementation(
+        "fused_chunked, in_forward, eager", "topk", 3, fused("in_forward"), backend="eager"
+    ),
+    "auto": Implementation("fused_chunked, all auto", "topk", 3, fused("auto"), chunked=False),
+    "plain_kl_div": Implementation(
+        "plain F.kl_div", "topk", 3, peers.plain_kl_div, chunked=False, shards=False, ours=False
+    ),
+    "paper_text": Implementation(
+        "paper's fused loss (text, 4 products)", "topk", 4, paper.text, ours=False
+    ),
+    "paper_algorithm_1": Implementation(
+        "paper's Algorithm 1 (5 products)", "topk", 5, paper.algorithm_1, ours=False
+    ),
+    "torch_linear_cross_entropy": Implementation(
+        "F.linear_cross_entropy, dense targets",
+        "topk",
+        3,
+        peers.torch_dense_targets,
+        chunked=False,
+        shards=False,
+        ours=False,
+        missing=peers.torch_missing,
+    ),
+    "fused_online_recompute": Implementation(
+        "fused_online, recompute", "online", 6, fused_online("recompute")
+    ),
+    "fused_online": Implementation(
+        "fused_online, in_forward", "online", 4, fused_online("in_forward")
+    ),
+    "dense_online": Implementation("dense, online", "online", 4, dense_online, chunked=False),
+    "modelopt_logits_kl": Implementation(
+        "ModelOpt LogitsKLLoss",
+        "online",
+        4,
+        modelopt_logits_kl,
+        chunked=False,
+        ours=False,
+        missing=peers.modelopt_missing,
+    ),
+    "liger_fused_jsd": Implementation(
+        "Liger fused JSD",
+        "online",
+        4,
+        peers.liger_fused_jsd,
+        chunked=False,
+        shards=False,
+        ours=False,
+        missing=peers.liger_missing,
+    ),
+    "labels_fused": Implementation("fused cross-entropy, hard labels", "labels", 3, labels_fused),
+    "torch_linear_cross_entropy_labels": Implementation(
+        "F.linear_cross_entropy, chunked, hard labels",
+        "labels",
+        3,
+        peers.torch_hard_labels,
+        chunked=False,
+        shards=False,
+        ours=False,
+        missing=peers.torch_missing,
+    ),
+}
 # What the others of their quantity are compared with before they are timed.
 REFERENCES = {"topk": "dense", "online": "dense_online", "labels": "labels_fused"}

@@ -6,17 +6,14 @@ memory as a cross on the upper edge. A table of --ratios gives bars.
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
+from megatron_kd.tools import figures
 from megatron_kd.tools.benchmark.implementations import BARE, IMPLEMENTATIONS
 from megatron_kd.tools.benchmark.table import read_table
 
 MARKERS = "osD^vP*X<>hd"
-OURS, THEIRS, BARE_COLOR = "#2563eb", "#9ca3af", "#111827"
 
 
 def add_arguments(parser) -> None:
@@ -26,13 +23,13 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     png = Path(args.png or Path(args.table).with_suffix(".png"))
-    draw(read_table(args.table), png)
+    figures.save(figure_of(read_table(args.table)), png)
     print(f"figure: {png}")
     return 0
 
 
-def draw(rows: list[dict], png: Path) -> None:
-    """Write the figure of a table's rows; its folder is made.
+def figure_of(rows: list[dict]) -> Figure:
+    """The figure of a table's rows: bars for --ratios, else lines.
 
     Raises:
         ValueError: No case was measured, so there is nothing to draw.
@@ -40,16 +37,13 @@ def draw(rows: list[dict], png: Path) -> None:
     if not any(row["status"] == "ok" for row in rows):
         raise ValueError("no row has status ok: there is nothing to draw")
     modes = {row["mode"] for row in rows}
-    figure = _bars(rows) if modes == {"side_by_side"} else _lines(rows)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=130)
-    plt.close(figure)
+    return _bars(rows) if modes == {"side_by_side"} else _lines(rows)
 
 
 def _shape(row: dict) -> str:
     ranks = f", {row['tp']} ranks" if row["tp"] > 1 else ""
     return (
-        f"D {row['hidden']}, V {row['vocab']}, K {row['topk']}, {row['dtype']}{ranks}; "
+        f"h {row['hidden']}, v {row['vocab']}, k {row['topk']}, {row['dtype']}{ranks}; "
         f"{row['device']}"
     )
 
@@ -72,7 +66,7 @@ def series_of(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def _lines(rows: list[dict]):
-    figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    figure, panels = figures.panels(2, 13, 5.5)
     panels[0].set(title="Peak memory above inputs", ylabel="GiB")
     panels[1].set(title="Speed, forward and backward", ylabel="iterations/s")
     columns = (("peak_memory_bytes", 2**30), ("iterations_per_s", 1))
@@ -81,7 +75,7 @@ def _lines(rows: list[dict]):
     for i, (name, all_rows) in enumerate(series.items()):
         bare = all_rows[0]["implementation"] == BARE
         look = {
-            "color": BARE_COLOR if bare else f"C{i % 10}",
+            "color": figures.BASELINE if bare else f"C{i % 10}",
             "linestyle": ":" if bare else "-",
             "marker": MARKERS[i % len(MARKERS)],
             "markersize": 6,
@@ -117,7 +111,7 @@ def _lines(rows: list[dict]):
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     if lost:
-        (cross,) = panels[0].plot([], [], "x", color="#6b7280", markeredgewidth=2)
+        (cross,) = panels[0].plot([], [], "x", color=figures.FAINT, markeredgewidth=2)
         handles, labels = [*handles, cross], [*labels, "out of memory"]
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(_shape(rows[0]), fontsize=10)
@@ -127,9 +121,7 @@ def _lines(rows: list[dict]):
 def _bars(rows: list[dict]):
     good = [row for row in rows if row["status"] == "ok"]
     names = [_bar_name(row, good) for row in good]
-    figure, panels = plt.subplots(
-        1, 2, figsize=(13, 1.6 + 0.36 * len(good)), layout="constrained", sharey=True
-    )
+    figure, panels = figures.panels(2, 13, 1.6 + 0.36 * len(good), sharey=True)
     panels[0].set(title="Time, as a ratio to three bare products", xlabel="ratio (median)")
     panels[1].set(title="Peak memory above inputs", xlabel="MiB")
     columns = (("ratio_to_bare_products", 1, "%.2f"), ("peak_memory_bytes", 2**20, "%.0f"))
@@ -139,7 +131,7 @@ def _bars(rows: list[dict]):
         axes.bar_label(bars, fmt=form, padding=3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-    panels[0].axvline(1, color=BARE_COLOR, linewidth=1, linestyle=":")
+    panels[0].axvline(1, color=figures.BASELINE, linewidth=1, linestyle=":")
     panels[0].invert_yaxis()
     figure.suptitle(f"{_shape(rows[0])} (blue: this package, grey: others)", fontsize=10)
     return figure
@@ -147,8 +139,10 @@ def _bars(rows: list[dict]):
 
 def _bar_color(name: str) -> str:
     if name == BARE:
-        return BARE_COLOR
-    return OURS if name in IMPLEMENTATIONS and IMPLEMENTATIONS[name].ours else THEIRS
+        return figures.BASELINE
+    return (
+        figures.OURS if name in IMPLEMENTATIONS and IMPLEMENTATIONS[name].ours else figures.OTHERS
+    )
 
 
 def _bar_name(row: dict, rows: list[dict]) -> str:

@@ -6,10 +6,13 @@ Reads the recipe and the models' config.json; needs neither weights nor a GPU. E
 
 import argparse
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from megatron_kd.config import DistillConfig, from_recipe
+from megatron_kd.tools.console import table_console
 from megatron_kd.tools.planning import plan_tables
 from megatron_kd.tools.planning.gpus import GPUS, gpu
 from megatron_kd.tools.planning.model_shape import shape_of_directory
@@ -22,7 +25,6 @@ from megatron_kd.tools.planning.time_cost import (
     capture_seconds,
 )
 
-LINE_WIDTH = 140  # of output that goes to no terminal
 SPLITS = ("train", "validation")
 
 
@@ -47,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     plan, config = make_plan(args)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LINE_WIDTH)
+    console = table_console()
     _print_models(console, plan)
     console.print(plan_tables.by_implementation(plan))
     if plan.settings.pipeline_parallel > 1:
@@ -119,7 +119,7 @@ def data_lines(plan: RunPlan, config: DistillConfig, args) -> list[str]:
         f"{settings.train_iters} steps take {_duration(step.total_s * settings.train_iters)}",
         f"[bold]Data:[/bold] {size.samples:,} sequences, {tokens:,} tokens ({size.source})",
         f"[bold]Cache:[/bold] {size.positions:,} rows × {each:.0f} bytes (top {settings.topk} of "
-        f"{plan.student.vocab_size:,}, {args.codec}) = {_size(size.positions * each)}",
+        f"{plan.student.vocab_size:,}, {args.codec}) = {decimal(round(size.positions * each))}",
     ]
     if plan.teacher is None:
         lines.append("[bold]Capture:[/bold] give --teacher DIR to have its cost, and online losses")
@@ -146,31 +146,23 @@ def _print_models(console: Console, plan: RunPlan) -> None:
 
 
 def _draw_plan(path: str, plan: RunPlan) -> None:
-    from megatron_kd.tools.planning.memory_figure import draw
+    from megatron_kd.tools import figures
+    from megatron_kd.tools.planning.memory_figure import figure_of
 
     bars = {impl: plan.fullest(impl) for impl in plan.impls}
     order = [impl for impl in ONLINE if impl in bars] + [x for x in bars if x not in ONLINE]
     settings = plan.settings
-    draw(
+    figure = figure_of(
         {impl.replace("_", "\n", 1): bars[impl] for impl in order},
         title=f"{plan.student.name}, {settings.sequence_length} tokens × {settings.micro_batch}, "
         f"recompute {settings.recompute.mode}",
         limit_gib=plan.gpu.memory_gib,
         limit_name=plan.gpu.name,
-        path=path,
     )
+    figures.save(figure, path)
 
 
 def _duration(seconds: float) -> str:
-    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / divisor:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
-
-
-def _size(count_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count_bytes < 1000:
-            return f"{count_bytes:.3g} {unit}"
-        count_bytes /= 1000
-    return f"{count_bytes:.3g} TB"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(seconds)))  # "4:05:06", "2 days, 3:00:00"

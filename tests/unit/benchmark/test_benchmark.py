@@ -14,9 +14,10 @@ from megatron_kd.tools.benchmark.cases import BenchmarkConfig, read_config
 from megatron_kd.tools.benchmark.implementations import BARE, IMPLEMENTATIONS, REFERENCES
 from megatron_kd.tools.benchmark.inputs import BLOCK_ROWS, Inputs
 from megatron_kd.tools.benchmark.peak_memory import is_out_of_memory, peak_bytes
-from megatron_kd.tools.benchmark.plot import draw, series_of
+from megatron_kd.tools.benchmark.plot import figure_of
 from megatron_kd.tools.benchmark.side_by_side import measure_side_by_side
 from megatron_kd.tools.benchmark.table import COLUMNS, TableWriter, bare_times, read_table, row_of
+from megatron_kd.tools.benchmark.worker import outcome_of
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "benchmark"
 CPU = torch.device("cpu")
@@ -272,24 +273,44 @@ def test_foreign_and_empty_tables_are_refused(tmp_path):
         read_table(path)
 
 
-def test_lines_of_the_figure(tmp_path):
-    rows = list(tables_rows())
-    for row in rows:
-        row.update({name: None for name, value in row.items() if value == ""})
-    series = series_of(rows)
-    assert [(name, len(kept)) for name, kept in series.items()] == [
-        ("three bare products", 2),
-        ("dense", 2),
-        ("fused_chunked, in_forward", 2),
+def rows_as_read():
+    return [{name: None if v == "" else v for name, v in row.items()} for row in tables_rows()]
+
+
+def test_lines_of_the_figure():
+    """Memory and speed of what ran over its lengths; what ran out of memory is a cross."""
+    memory, speed = figure_of(rows_as_read()).axes
+    lines = {line.get_label(): line for line in speed.get_lines()}
+    assert {name: list(zip(*line.get_data(), strict=True)) for name, line in lines.items()} == {
+        "three bare products": [(1024, 1000.0), (2048, 500.0)],
+        "dense": [(1024, 1000.0)],
+        "fused_chunked, in_forward": [(1024, 1000.0), (2048, 500.0)],
+    }
+    drawn = [line for line in memory.get_lines() if line.get_label() in lines]
+    assert [list(line.get_ydata()) for line in drawn] == [[2**-10] * n for n in (2, 1, 2)]
+    crosses = [
+        line for line in memory.get_lines() if line.get_marker() == "x" and len(line.get_xdata())
     ]
-    draw(rows, tmp_path / "lines.png")
-    for row in rows:
-        row["mode"] = "side_by_side"
-    draw(rows, tmp_path / "bars.png")
-    for name in ("lines", "bars"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert [list(line.get_xdata()) for line in crosses] == [[2048]]
+    (legend,) = memory.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*lines, "out of memory"]
+
+
+def test_bars_of_the_figure():
+    rows = [dict(row, mode="side_by_side") for row in rows_as_read()]
+    ratios, memory = figure_of(rows).axes
+    good = [row for row in rows if row["status"] == "ok"]
+    assert [bar.get_width() for bar in ratios.patches] == [
+        row["ratio_to_bare_products"] for row in good
+    ]
+    assert [bar.get_width() for bar in memory.patches] == [1.0] * 5  # MiB
+    names = [label.get_text() for label in ratios.get_yticklabels()]
+    assert names[:2] == ["three bare products, 1K", "dense, 1K"]
+
+
+def test_a_table_without_results_is_not_drawn():
     with pytest.raises(ValueError, match="nothing to draw"):
-        draw([dict(row, status="failed") for row in rows], tmp_path / "none.png")
+        figure_of([dict(row, status="failed") for row in rows_as_read()])
 
 
 def test_side_by_side_measures_every_case_in_every_round():
@@ -326,33 +347,34 @@ def write_config(path: Path, **values) -> Path:
 
 
 def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys):
-    """Dense logits of 1 GiB do not fit into half of that; the fused loss does."""
+    """Dense logits of 128 MiB do not fit into the limit; the fused loss does."""
     path = write_config(
         tmp_path / "config.yaml",
-        implementations=["dense", "in_forward", "liger_fused_jsd"],
-        seq_tokens=[8192],
+        implementations=["dense", "in_forward"],
+        seq_tokens=[4096],
         chunk_tokens=[64],
         hidden=2,
-        vocab=32768,
+        vocab=8192,
         topk=4,
         warm_up_iterations=1,
         iterations=1,
         threads=1,
-        memory_limit_gib=0.5,
+        memory_limit_gib=0.12,
     )
     table = tmp_path / "table.csv"
     assert main(["bench", str(path), "--output", str(table)]) == 0
     rows = {row["implementation"]: row for row in read_table(table)}
     statuses = {name: row["status"] for name, row in rows.items()}
-    assert statuses == {
-        BARE: "ok",
-        "dense": "out_of_memory",
-        "in_forward": "ok",
-        "liger_fused_jsd": "not_available",
-    }
+    assert statuses == {BARE: "ok", "dense": "out_of_memory", "in_forward": "ok"}
     assert rows["in_forward"]["ratio_to_bare_products"] > 0
     assert main(["plot", str(table)]) == 0
     assert (tmp_path / "table.png").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without GPUs")
+def test_what_a_machine_lacks_is_a_row(tmp_path):
+    outcome = outcome_of(case_of("liger_fused_jsd"), 0, tmp_path)
+    assert outcome == {"status": "not_available", "note": "Liger's kernels are Triton: CUDA only"}
 
 
 def test_a_process_that_dies_or_hangs_is_a_row():

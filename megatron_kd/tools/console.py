@@ -1,0 +1,10 @@
+"""The console that tools print tables to."""
+
+from rich.console import Console
+
+LINE_WIDTH = 140  # of output that goes to no terminal: rich would take 80 and break the tables
+
+
+def table_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=LINE_WIDTH)
