@@ -25,8 +25,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         first, *others = (_parsing(f, kind) for f, kind in by_engine.values())
         if any(other != first for other in others):
             raise ValueError(f"the engines {', '.join(by_engine)} differ in the type of {name}")
-        text = _help({engine: f for engine, (f, _) in by_engine.items()})
-        group.add_argument(f"--{name.replace('_', '-')}", dest=_PREFIX + name, help=text, **first)
+        of_engine = {engine: f for engine, (f, _) in by_engine.items()}
+        if "type" in first:
+            given = (f.metadata["metavar"] for f in of_engine.values())
+            first["metavar"] = next(filter(None, given), name.upper())
+        flag = f"--{name.replace('_', '-')}"
+        # No default: an option that was not given is not the engine's business.
+        group.add_argument(flag, dest=_PREFIX + name, default=None, help=_help(of_engine), **first)
 
 
 def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def _parsing(f: Field, kind: Any) -> dict[str, Any]:
         kind, more = typing.get_args(kind)[0], {"action": "append"}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if f.default else "store_true"}
-    return {"type": kind, "metavar": f.metadata["metavar"] or f.name.upper(), **more}
+    return {"type": kind, **more}
 
 
 def _help(by_engine: Mapping[str, Field]) -> str:

@@ -145,7 +145,7 @@ def option(
             in the cache, and a resumed capture with another value is refused.
         recorded_at_default: Record it at its default too. The first caches hold some options so.
             Leave it out for a new one: caches from before the option can then be resumed.
-        choices: The only values there are.
+        choices: The only values there are, beside a default of None.
         minimum: The smallest value there is.
         metavar: What stands for the value in the help.
     """
@@ -171,9 +171,11 @@ class EngineOptions:
                 raise EngineError(f"the engine option {f.name} must be declared with option(…)")
             value = getattr(self, f.name)
             choices, minimum = f.metadata["choices"], f.metadata["minimum"]
+            if value is None and f.default is None:
+                continue
             if choices is not None and value not in choices:
                 raise EngineError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
-            if minimum is not None and value is not None and value < minimum:
+            if minimum is not None and value < minimum:
                 raise EngineError(f"{f.name} must be at least {minimum}, got {value}")
 
     def shaping(self) -> dict[str, Any]:

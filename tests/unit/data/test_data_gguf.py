@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -236,6 +237,15 @@ def test_other_files_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         import_gguf(tmp_path / "bert.gguf", tmp_path / "out", dtype="int8")
+
+
+def test_without_the_gguf_package_the_extra_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    arguments = ["--gguf", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "out")]
+    assert cli.main(["import-gguf", *arguments]) == 1
+    assert "pip install 'megatron-kd[gguf]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_packages_without_the_one_file_are_refused():
