@@ -8,10 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_kd.losses.cross_entropy import fused_cross_entropy
     from megatron_kd.losses.dense import dense_kd_loss
     from megatron_kd.losses.divergence import Divergence
-    from megatron_kd.losses.fused_chunked import fused_chunked_kd_loss
+    from megatron_kd.losses.fused_chunked import fused_chunked_kd_loss, fused_cross_entropy
     from megatron_kd.losses.fused_online import dense_online_kd_loss, fused_online_kd_loss
     from megatron_kd.losses.sparse_chunked import sparse_chunked_kd_loss
     from megatron_kd.losses.target import KDMetrics, TopKTarget
@@ -23,7 +22,7 @@ _MODULES = {
     "dense_kd_loss": "dense",
     "dense_online_kd_loss": "fused_online",
     "fused_chunked_kd_loss": "fused_chunked",
-    "fused_cross_entropy": "cross_entropy",
+    "fused_cross_entropy": "fused_chunked",
     "fused_online_kd_loss": "fused_online",
     "sparse_chunked_kd_loss": "sparse_chunked",
 }

@@ -1,11 +1,11 @@
-"""How many positions a fused head takes at a time.
+"""How many positions a fused loss takes at a time.
 
-A chunk's logits are the head's transient memory. Each chunk also reads and writes the whole fp32
+A chunk's logits are its transient memory. Each chunk also reads and writes the whole fp32
 weight gradient once, so a larger chunk buys less of that traffic for more memory. Logits of 16 bits
 take half the bytes of fp32 ones: two chunks of them are projected and their gradients gathered for
 one product.
 
-Letters: B micro-batch, Vp this rank's vocabulary.
+s sequence, b micro-batch, vp = v/tp this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # whoever plans a run reads the sizes here and needs no PyTor
 ChunkSize: TypeAlias = int | Literal["auto"]
 
 logger = logging.getLogger(__name__)
-_said: set[tuple] = set()
+_logged: set[tuple] = set()
 
 # Bytes per logit that a chunk may take; narrower logits come in more rows.
 BYTES_PER_LOGIT = 4
-# What "auto" lets a chunk's logits take where the caller names no budget; of a small accelerator a
-# share.
+# What "auto" lets a chunk's logits take where the caller names no budget, by kind of device; on an
+# accelerator with little memory it is no more than this share of it.
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 DEVICE_SHARE = 1 / 64
-# Below this many rows the products themselves lose efficiency; above the other nothing is won.
+# With fewer rows the products themselves lose efficiency; with more than the second nothing is won.
 LEAST_ROWS, MOST_ROWS = 128, 16384
 
 
@@ -41,13 +41,19 @@ def chunk_rows(
     device: torch.device,
     budget_bytes: int | None = None,
 ) -> int:
-    """Rows of the flattened [S * B] positions per chunk.
+    """Rows of the flattened [s * b] positions per chunk.
 
     Args:
-        chunk_size: Sequence positions of B rows each, or "auto".
+        chunk_size: Sequence positions of b rows each, or "auto".
         rows: All rows there are.
-        width: Logits per row.
+        batch: b, the rows per position of the sequence.
+        width: Logits per row, padding included: ranks whose shards differ in padding must agree.
+        dtype: Of the logits.
+        device: Of the logits.
         budget_bytes: For "auto": what a chunk's logits may take; None for a default.
+
+    Raises:
+        ValueError: chunk_size or budget_bytes is not positive.
     """
     size = dtype.itemsize
     if chunk_size != "auto":
@@ -61,8 +67,8 @@ def chunk_rows(
     budget = budget_bytes or default_budget_bytes(device)
     picked = pick_rows(rows, max(1, width) * size, budget, strict=budget_bytes is not None)
     key = (width, dtype, device.type, budget)  # the supervised rows differ from batch to batch
-    if key not in _said:
-        _said.add(key)
+    if key not in _logged:
+        _logged.add(key)
         logger.info(
             "chunk_size auto: %d of %d rows at a time, %.1f MiB of %s logits (budget %.1f MiB)",
             picked,
@@ -75,6 +81,7 @@ def chunk_rows(
 
 
 def default_budget_bytes(device: torch.device) -> int:
+    """What a chunk's logits may take on this device where the caller does not say."""
     budget = DEFAULT_BUDGET_BYTES.get(device.type, DEFAULT_BUDGET_BYTES["cuda"])
     if device.type == "cuda":
         import torch

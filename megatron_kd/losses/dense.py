@@ -6,7 +6,7 @@ One fp32 copy of the logits is made and becomes the gradient. Where memory matte
 `sparse_chunked_kd_loss`, which needs no such copy, or `fused_chunked_kd_loss`, which needs no
 logits.
 
-Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, K support.
+s sequence, b micro-batch, v vocabulary, vp = v/tp this rank's part of it, k support.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.elementwise import accumulation_dtype
 from megatron_kd.losses.full_loss import ChunkLoss
-from megatron_kd.losses.rows import Outputs
+from megatron_kd.losses.kernels import accumulation_dtype
+from megatron_kd.losses.positions import LossOutputs, loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
-from megatron_kd.losses.topk_loss import TopKLoss, finish
+from megatron_kd.losses.topk_loss import TopKLoss
 from megatron_kd.losses.vocab_parallel import VocabShard
 
 
@@ -37,18 +37,18 @@ def dense_kd_loss(
     """Per-token divergence from a truncated teacher to the student, in nats, from whole logits.
 
     Args:
-        logits: [S, B, Vp], fp32, bf16, fp16 or fp64. This rank's part of the vocabulary; never
+        logits: [s, b, vp], fp32, bf16, fp16 or fp64. This rank's part of the vocabulary; never
             changed.
-        target: The teacher's K tokens per position, see `TopKTarget`.
+        target: The teacher's k tokens per position, see `TopKTarget`.
         divergence: Objective, tail, temperature, and the share of cross-entropy to the labels.
-        labels: [S, B] integer global ids, or None. Negative labels are ignored (cross-entropy 0).
+        labels: [s, b] integer global ids, or None. Negative labels are ignored (cross-entropy 0).
         vocab_size: Ids at or beyond it are padding columns: no mass, no gradient. None means no
             padding.
         tp_group: Ranks that share the vocabulary; None means the logits are whole.
         return_metrics: Also return `KDMetrics`, detached.
 
     Returns:
-        [S, B] fp32 (fp64 for fp64 logits), unmasked, identical on all ranks of tp_group (do not
+        [s, b] fp32 (fp64 for fp64 logits), unmasked, identical on all ranks of tp_group (do not
         reduce again); with return_metrics a pair of it and `KDMetrics`.
 
     Raises:
@@ -61,34 +61,36 @@ def dense_kd_loss(
     shape, rows = check_logits(logits)
     shard = VocabShard.of(rows, vocab_size, tp_group)
     loss = TopKLoss.of(divergence, shard, target, labels, shape)
-    return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
+    return loss_result(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
 def check_logits(logits: torch.Tensor) -> tuple[torch.Size, int]:
-    """The leading shape [S, B] and the width, or a ValueError."""
+    """The leading shape [s, b] and the width, or a ValueError."""
     if logits.dim() != 3 or not logits.is_floating_point():
         raise ValueError(
-            f"logits want a floating [S, B, V] tensor; got {logits.dtype} {list(logits.shape)}"
+            f"logits want a floating [s, b, v] tensor; got {logits.dtype} {list(logits.shape)}"
         )
     return logits.shape[:2], logits.shape[2]
 
 
 class DenseLoss(torch.autograd.Function):
-    """logits [N, Vp] and a loss (`topk_loss`, `full_loss`), which opens one chunk of all rows."""
+    """A loss (`topk_loss`, `full_loss`) on logits [s * b, vp], opened as one chunk of all rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, loss: ChunkLoss) -> tuple[torch.Tensor | None, ...]:
-        every = slice(0, loss.rows.count)
+        every = slice(0, loss.positions.rows)
         dtype = accumulation_dtype(logits.dtype)
-        z = logits[:, : loss.shard.valid].to(dtype, copy=True)
+        z = logits[:, : loss.shard.unpadded_rows].to(dtype, copy=True)
         chunk = loss.open(every)
         reading = chunk.read_(z, then_differentiate=ctx.needs_input_grad[0])
-        outputs = Outputs.blank(loss.rows, reading[0], loss.divergence, loss.labels is not None)
-        outputs.put_(loss.rows, every, *chunk.evaluate(reading))
+        outputs = LossOutputs.zeros(
+            loss.positions, reading[0], loss.divergence, loss.labels is not None
+        )
+        outputs.put_(loss.positions, every, *chunk.evaluate(reading))
         ctx.save_for_backward(z, *reading)
         ctx.chunk, ctx.reading = chunk, loss.Reading
         ctx.dtype, ctx.width = logits.dtype, logits.shape[-1]
-        return outputs.hand_over(ctx)
+        return outputs.leave(ctx)
 
     @staticmethod
     @once_differentiable

@@ -5,8 +5,7 @@ y), an objective's unit gives sums over the vocabulary and, from those, the grad
 passes over the chunk pair: normalizers, the sums, and the gradient in place of z. Under TP one MAX
 and one SUM follow the first, one SUM the second.
 
-Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, n rows of a
-chunk, T temperatures.
+s sequence, b micro-batch, vp = v/tp this rank's vocabulary, n rows of a chunk, t temperatures.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.losses.divergence import Divergence, objective_unit
-from megatron_kd.losses.elementwise import full_gradient_, full_sums, max_and_sums
+from megatron_kd.losses.kernels import full_gradient_, full_sums, max_and_sums
 from megatron_kd.losses.objectives import Objective
-from megatron_kd.losses.rows import Rows
+from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.target import KDMetrics
 from megatron_kd.losses.topk_loss import TopKLoss, check_index, check_labels, inverse_temperatures
 from megatron_kd.losses.vocab_parallel import VocabShard, add_column_
@@ -27,7 +26,7 @@ from megatron_kd.losses.vocab_parallel import VocabShard, add_column_
 
 class FullReading(NamedTuple):
     m: torch.Tensor  # [n] the student's largest logit, over all shards
-    log_sums: torch.Tensor  # [n, T] log sum exp((z - m) / tau)
+    log_sums: torch.Tensor  # [n, t] log sum exp((z - m) / tau)
     teacher_m: torch.Tensor  # [n]
     teacher_log_sum: torch.Tensor  # [n]
     z_y: torch.Tensor  # [n] the label's logit; 0 without labels
@@ -37,14 +36,14 @@ class FullReading(NamedTuple):
 class TeacherLogits(Protocol):
     """Where the teacher's logits of a chunk come from."""
 
-    def start(self, rows: Rows, chunk_rows: int) -> None:
-        """Before the chunks of a pass."""
+    def begin_pass(self, positions: Positions, chunk_rows: int) -> None:
+        """Prepare for the chunks of a pass, of at most chunk_rows rows each."""
 
-    def stop(self) -> None:
-        """After them."""
+    def end_pass(self) -> None:
+        """Release what the pass needed."""
 
     def __call__(self, chunk: slice) -> torch.Tensor:
-        """[n, valid]"""
+        """The teacher's logits [n, vp] of a chunk, without padding columns."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class FullLoss:
     divergence: Divergence
     objective: Objective
     shard: VocabShard
-    rows: Rows
-    labels: torch.Tensor | None  # [N]
+    positions: Positions
+    labels: torch.Tensor | None  # [s * b]
     teacher_logits: TeacherLogits = field(repr=False)
 
     @classmethod
@@ -73,19 +72,21 @@ class FullLoss:
     ) -> "FullLoss":
         divergence.check_labels(labels)
         divergence.check_online()
-        rows = Rows(shape[0] * shape[1], check_index(index))
+        positions = Positions(shape[0] * shape[1], check_index(index))
         objective = objective_unit(divergence.objective)
         labels = check_labels(labels, shape, shard)
-        return cls(divergence, objective, shard, rows, labels, teacher_logits)
+        return cls(divergence, objective, shard, positions, labels, teacher_logits)
 
-    def start(self, chunk_rows: int) -> None:
-        self.teacher_logits.start(self.rows, chunk_rows)
+    def begin_pass(self, chunk_rows: int) -> None:
+        """Prepare the teacher's logits for chunks of at most chunk_rows rows."""
+        self.teacher_logits.begin_pass(self.positions, chunk_rows)
 
-    def stop(self) -> None:
-        self.teacher_logits.stop()
+    def end_pass(self) -> None:
+        """Release what the teacher's logits were made from."""
+        self.teacher_logits.end_pass()
 
     def open(self, chunk: slice) -> "FullChunk":
-        labels = None if self.labels is None else self.rows.take(self.labels, chunk)
+        labels = None if self.labels is None else self.positions.take(self.labels, chunk)
         return FullChunk(self, self.teacher_logits(chunk), labels)
 
 
@@ -93,10 +94,11 @@ class FullChunk:
     """n rows of a `FullLoss`, with the teacher's logits of them."""
 
     def __init__(self, loss: FullLoss, y: torch.Tensor, labels: torch.Tensor | None) -> None:
-        self.loss, self.y, self.labels = loss, y, labels  # y [n, valid]
+        self.loss, self.y, self.labels = loss, y, labels  # y [n, vp]
         self.taus = inverse_temperatures(loss.divergence, loss.labels)
 
     def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> FullReading:
+        """Read logits z [n, vp], which stay as they are."""
         group = self.loss.shard.group
         m, sums = max_and_sums(z, self.taus)
         teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1])
@@ -126,18 +128,14 @@ class FullChunk:
     def _label_logit(self, z: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         if self.labels is None or z.shape[-1] == 0:
             return torch.zeros_like(m)
-        mine, index = self._label_column()
-        return torch.where(mine, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0).to(m.dtype)
+        is_local, index = self.loss.shard.locate(self.labels)
+        return torch.where(is_local, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0).to(m.dtype)
 
-    def _label_column(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = self.loss.shard
-        mine = (self.labels >= shard.start) & (self.labels < shard.start + shard.valid)
-        return mine, torch.where(mine, self.labels - shard.start, 0).long()
-
-    def resume_(self, z: torch.Tensor) -> None:
-        """Reading leaves the logits as they are."""
+    def cut_again_(self, z: torch.Tensor) -> None:
+        """Nothing is cut out of logits that are compared over the whole vocabulary."""
 
     def evaluate(self, reading: FullReading) -> tuple[torch.Tensor, KDMetrics]:
+        """loss [n], and what is reported, [n] each: no divergence where that is the loss itself."""
         divergence = self.loss.divergence
         loss = reading.sums[:, 0]
         if divergence.temperature_squared:
@@ -155,6 +153,7 @@ class FullChunk:
     def differentiate_(
         self, z: torch.Tensor, reading: FullReading, upstream: torch.Tensor
     ) -> tuple[torch.Tensor, KDMetrics]:
+        """Like `evaluate`; besides, z [n, vp] becomes its gradient under upstream [n]."""
         divergence = self.loss.divergence
         upstream = upstream.to(reading.m.dtype)
         kd = upstream * ((1 - divergence.ce_weight) * self.taus[0])
@@ -178,10 +177,10 @@ class FullChunk:
             divergence,
         )
         if ce is not None and z.shape[-1]:
-            mine, index = self._label_column()
-            add_column_(z, index, mine, -ce)
+            is_local, index = self.loss.shard.locate(self.labels)
+            add_column_(z, index, is_local, -ce)
         return self.evaluate(reading)
 
 
 ChunkLoss: TypeAlias = TopKLoss | FullLoss
-"""What `dense` and `fused_head` open chunk by chunk."""
+"""What `dense` and `fused_loop` open chunk by chunk."""

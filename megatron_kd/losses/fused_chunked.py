@@ -1,10 +1,10 @@
-"""Distillation loss from hidden states and the output weight; the [S, B, V] logits never exist.
+"""Losses from hidden states and the output weight; the [s, b, v] logits never exist.
 
 Per chunk of positions: project, read z_S and log R, and either keep only those (gradient recompute)
 or turn the chunk's logits into their gradient while they are at hand (in_forward). See
-`fused_head`.
+`fused_loop`.
 
-Letters: S sequence, B micro-batch, D hidden, Vp this rank's vocabulary, K support.
+s sequence, b micro-batch, h hidden, vp = v/tp this rank's vocabulary, k support.
 """
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from megatron_kd.losses.chunking import ChunkSize
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.fused_head import GradientMode, check_hidden, fused_loss
+from megatron_kd.losses.fused_loop import GradientMode, check_hidden, fused_loss
+from megatron_kd.losses.positions import loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
-from megatron_kd.losses.topk_loss import TopKLoss, finish
+from megatron_kd.losses.topk_loss import TopKLoss
 from megatron_kd.losses.vocab_parallel import VocabShard
 
 
@@ -40,25 +41,25 @@ def fused_chunked_kd_loss(
     """Per-token divergence from a truncated teacher to the student, in nats, from hidden states.
 
     Args:
-        hidden_states: [S, B, D], bf16, fp16, fp32 or fp64; with sequence_parallel this rank's
-            [S/tp, B, D].
-        output_weight: [Vp, D], this rank's rows of the output layer, dtype of hidden_states (under
+        hidden_states: [s, b, h], bf16, fp16, fp32 or fp64; with sequence_parallel this rank's
+            [s/tp, b, h].
+        output_weight: [vp, h], this rank's rows of the output layer, dtype of hidden_states (under
             autocast both are cast to its dtype).
-        target: The teacher's K tokens per position of the whole [S, B], see `TopKTarget`.
-        bias: [Vp] or None.
+        target: The teacher's k tokens per position of the whole [s, b], see `TopKTarget`.
+        bias: [vp] or None.
         chunk_size: Sequence positions per chunk, or "auto": from memory_budget_bytes (bytes of a
             chunk's logits; None for a default) and the shapes. Transient memory is about chunk_size
-            * B * Vp * 4 bytes.
+            * b * vp * 4 bytes.
         gradient: recompute, in_forward (needs token_weights) or auto: in_forward where a gradient
             is wanted, token_weights are given and the dtype is not fp16; recompute otherwise.
-        token_weights: [S, B] or None. The per-token factors of the sum that is differentiated, up
+        token_weights: [s, b] or None. The per-token factors of the sum that is differentiated, up
             to one scalar (usually the loss mask). In in_forward mode an upstream gradient that is
             no multiple of them makes the gradients NaN. The returned loss is not multiplied by
             them.
-        supervised_index: int64 [n] or None: rows of the flattened [S * B] positions to project. All
+        supervised_index: int64 [n] or None: rows of the flattened [s * b] positions to project. All
             others get loss 0 and no gradient, and cost nothing. Distinct, on the device of
             hidden_states, equal on all ranks of tp_group. May be empty.
-        sequence_parallel: hidden_states are sharded over tp_group along S; they are gathered here
+        sequence_parallel: hidden_states are sharded over tp_group along s; they are gathered here
             and their gradient is reduce-scattered.
         gradient_accumulation_fusion: Add the weight's gradient to output_weight.main_grad (or
             get_main_grad()) as Megatron's fused layers do, set grad_added_to_main_grad and return a
@@ -66,7 +67,7 @@ def fused_chunked_kd_loss(
         The rest: as for `dense_kd_loss`.
 
     Returns:
-        [S, B] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again); with
+        [s, b] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again); with
         return_metrics a pair of it and `KDMetrics`.
 
     Raises:
@@ -91,4 +92,60 @@ def fused_chunked_kd_loss(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         memory_budget_bytes=memory_budget_bytes,
     )
-    return finish(outputs, shape, return_metrics)
+    return loss_result(outputs, shape, return_metrics)
+
+
+def fused_cross_entropy(
+    hidden_states: torch.Tensor,
+    output_weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: ChunkSize = "auto",
+    gradient: GradientMode = "recompute",
+    token_weights: torch.Tensor | None = None,
+    supervised_index: torch.Tensor | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    memory_budget_bytes: int | None = None,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Per-token cross-entropy to hard labels, in nats, without logits.
+
+    With k = 1, p = 1 at the label and no tail, forward KL is log Z - z_y, so this is a target for
+    `fused_chunked_kd_loss` and no code of its own.
+
+    Args:
+        hidden_states: [s, b, h], as for `fused_chunked_kd_loss`.
+        output_weight: [vp, h], as for `fused_chunked_kd_loss`.
+        labels: [s, b] int32 or int64 global ids of the whole sequence; negative ones are ignored:
+            loss 0, no gradient.
+        The rest: as for `fused_chunked_kd_loss`.
+
+    Returns:
+        [s, b] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again).
+
+    Raises:
+        ValueError: As for `fused_chunked_kd_loss`.
+    """
+    if labels.dim() != 2:
+        raise ValueError(f"labels want [s, b], got {list(labels.shape)}")
+    used = labels >= 0
+    logprobs = torch.where(used, 0.0, float("-inf")).unsqueeze(-1)
+    target = TopKTarget(torch.where(used, labels, -1).unsqueeze(-1), logprobs)
+    return fused_chunked_kd_loss(
+        hidden_states,
+        output_weight,
+        target,
+        bias=bias,
+        chunk_size=chunk_size,
+        gradient=gradient,
+        token_weights=token_weights,
+        supervised_index=supervised_index,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        memory_budget_bytes=memory_budget_bytes,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+    )

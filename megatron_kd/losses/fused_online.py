@@ -1,9 +1,9 @@
-"""Full-vocabulary distillation with the teacher at hand; neither model's [S, B, V] logits exist.
+"""Full-vocabulary distillation with the teacher at hand; neither model's [s, b, v] logits exist.
 
-The loop of `fused_head` with two projections per chunk, the student's and the teacher's: student
+The loop of `fused_loop` with two projections per chunk, the student's and the teacher's: student
 products as listed there, and one (in_forward) or two (recompute) of the teacher's.
 
-Letters: S sequence, B micro-batch, D and Dt hidden sizes of student and teacher, Vp this rank's
+s sequence, b micro-batch, h and ht hidden sizes of student and teacher, vp = v/tp this rank's
 vocabulary.
 """
 
@@ -14,16 +14,16 @@ from megatron_kd.losses.chunking import ChunkSize
 from megatron_kd.losses.dense import DenseLoss, check_logits
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.full_loss import FullLoss
-from megatron_kd.losses.fused_head import (
+from megatron_kd.losses.fused_loop import (
     GradientMode,
     Projection,
     check_hidden,
     compute_dtype,
     fused_loss,
 )
-from megatron_kd.losses.rows import Rows
+from megatron_kd.losses.positions import Positions, loss_result
 from megatron_kd.losses.target import LossResult
-from megatron_kd.losses.topk_loss import check_positions, finish
+from megatron_kd.losses.topk_loss import check_positions
 from megatron_kd.losses.vocab_parallel import VocabShard, gather_sequence
 
 
@@ -52,9 +52,9 @@ def fused_online_kd_loss(
 
     Args:
         hidden_states, output_weight, bias: The student's, as for `fused_chunked_kd_loss`.
-        teacher_hidden_states: [S, B, Dt], or [S/tp, B, Dt] with sequence_parallel. No gradient.
-        teacher_output_weight: [Vp, Dt], the same rows of the vocabulary as output_weight.
-        teacher_bias: [Vp] or None.
+        teacher_hidden_states: [s, b, ht], or [s/tp, b, ht] with sequence_parallel. No gradient.
+        teacher_output_weight: [vp, ht], the same rows of the vocabulary as output_weight.
+        teacher_bias: [vp] or None.
         chunk_size: Sequence positions per chunk, or "auto". Transient memory is a chunk of both
             models' logits.
         divergence: Its tail may have any value: nothing lies off a support that is the whole
@@ -64,7 +64,7 @@ def fused_online_kd_loss(
         The rest: as for `fused_chunked_kd_loss`.
 
     Returns:
-        [S, B] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again); with
+        [s, b] fp32, nats, unmasked, identical on all ranks of tp_group (do not reduce again); with
         return_metrics a pair of it and `KDMetrics` (both masses are 1).
 
     Raises:
@@ -100,7 +100,7 @@ def fused_online_kd_loss(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         memory_budget_bytes=memory_budget_bytes,
     )
-    return finish(outputs, shape, return_metrics)
+    return loss_result(outputs, shape, return_metrics)
 
 
 def dense_online_kd_loss(
@@ -113,24 +113,34 @@ def dense_online_kd_loss(
     tp_group: dist.ProcessGroup | None = None,
     return_metrics: bool = False,
 ) -> LossResult:
-    """The same from logits that are there already: [S, B, Vp] each, of one vocabulary and sharding.
+    """Per-token divergence from the whole teacher distribution, in nats, from whole logits.
 
-    Neither is changed; one fp32 copy of logits is made and becomes the gradient. teacher_logits
-    gets no gradient. Keywords, result and errors as for `fused_online_kd_loss`.
+    Args:
+        logits: [s, b, vp], fp32, bf16, fp16 or fp64. Not changed: one fp32 copy is made, which
+            becomes the gradient.
+        teacher_logits: [s, b, vp], of the same vocabulary and sharding. Not changed; no gradient.
+        The rest: as for `fused_online_kd_loss`.
+
+    Returns:
+        [s, b] fp32, as for `fused_online_kd_loss`.
+
+    Raises:
+        ValueError: As for `fused_online_kd_loss`.
     """
     shape, rows = check_logits(logits)
     teacher_shape, teacher_rows = check_logits(teacher_logits)
     check_positions("teacher_logits", teacher_shape, shape)
     shard = VocabShard.of(rows, vocab_size, tp_group)
     check_same_vocabulary(rows, teacher_rows, vocab_size, shard)
-    teacher = _TeacherLogits(teacher_logits.detach().flatten(0, 1)[:, : shard.valid])
+    teacher = _TeacherLogits(teacher_logits.detach().flatten(0, 1)[:, : shard.unpadded_rows])
     loss = FullLoss.of(divergence, shard, labels, shape, teacher)
-    return finish(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
+    return loss_result(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 
 def check_same_vocabulary(
     rows: int, teacher_rows: int, vocab_size: int | None, shard: VocabShard
 ) -> None:
+    """Refuse output layers whose `rows` and `teacher_rows` are not of the same tokens."""
     if rows == teacher_rows:
         return
     if shard.group is not None:
@@ -148,7 +158,7 @@ def check_same_vocabulary(
 
 
 class _TeacherProjection:
-    """Teacher logits of a chunk, from its hidden states."""
+    """The teacher's logits of a chunk, projected from its hidden states."""
 
     def __init__(
         self,
@@ -163,14 +173,14 @@ class _TeacherProjection:
         self.shard, self.dtype, self.sequence_parallel = shard, dtype, sequence_parallel
         self.project = None
 
-    def start(self, rows: Rows, chunk_rows: int) -> None:
+    def begin_pass(self, positions: Positions, chunk_rows: int) -> None:
         hidden, weight, bias = self.inputs
         full = gather_sequence(hidden, self.shard.group) if self.sequence_parallel else hidden
         self.project = Projection(
-            full.flatten(0, 1), weight, bias, rows, self.shard, self.dtype, chunk_rows
+            full.flatten(0, 1), weight, bias, positions, self.shard, self.dtype, chunk_rows
         )
 
-    def stop(self) -> None:
+    def end_pass(self) -> None:
         self.project = None
 
     def __call__(self, chunk: slice) -> torch.Tensor:
@@ -178,14 +188,16 @@ class _TeacherProjection:
 
 
 class _TeacherLogits:
+    """The teacher's logits of a chunk, out of whole ones."""
+
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits  # [N, valid]
+        self.logits = logits  # [s * b, vp], without padding columns
 
-    def start(self, rows: Rows, chunk_rows: int) -> None:
-        """They are there."""
+    def begin_pass(self, positions: Positions, chunk_rows: int) -> None:
+        """Whole logits need no preparation."""
 
-    def stop(self) -> None:
-        """They stay."""
+    def end_pass(self) -> None:
+        """The caller's logits are not released here."""
 
     def __call__(self, chunk: slice) -> torch.Tensor:
         return self.logits[chunk]

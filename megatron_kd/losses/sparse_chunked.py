@@ -4,8 +4,7 @@ The forward pass copies a chunk of positions at a time, into one buffer; the bac
 gradient where it stays. With reuse_logits that is where the logits stood, so that the peak is the
 logits once plus a chunk.
 
-Letters: S sequence, B micro-batch, N = S * B positions, Vp this rank's vocabulary, K support, C
-chunk.
+s sequence, b micro-batch, vp = v/tp this rank's vocabulary, k support.
 """
 
 from typing import Any
@@ -16,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.dense import check_logits
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.elementwise import accumulation_dtype
-from megatron_kd.losses.rows import Outputs, Saved
+from megatron_kd.losses.kernels import accumulation_dtype
+from megatron_kd.losses.positions import LossOutputs, SavedReadings, loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
-from megatron_kd.losses.topk_loss import TopKLoss, finish
+from megatron_kd.losses.topk_loss import TopKLoss
 from megatron_kd.losses.vocab_parallel import Reading, VocabShard
 
 
@@ -38,9 +37,9 @@ def sparse_chunked_kd_loss(
     """Per-token divergence from a truncated teacher, in nats, from logits, chunk by chunk.
 
     Args:
-        logits: [S, B, Vp], as for `dense_kd_loss`.
-        target: The teacher's K tokens per position, see `TopKTarget`.
-        chunk_size: Sequence positions per chunk. Transient memory is chunk_size * B * Vp
+        logits: [s, b, vp], as for `dense_kd_loss`.
+        target: The teacher's k tokens per position, see `TopKTarget`.
+        chunk_size: Sequence positions per chunk. Transient memory is chunk_size * b * vp
             logits.
         reuse_logits: The backward pass writes the gradient into the logits' own memory. Only for
             logits that nobody reads afterwards; whoever does gets an error from autograd, or the
@@ -48,7 +47,7 @@ def sparse_chunked_kd_loss(
         The rest: as for `dense_kd_loss`.
 
     Returns:
-        [S, B] fp32, unmasked, identical on all ranks of tp_group; with return_metrics also
+        [s, b] fp32, unmasked, identical on all ranks of tp_group; with return_metrics also
         `KDMetrics`.
 
     Raises:
@@ -60,29 +59,31 @@ def sparse_chunked_kd_loss(
     shard = VocabShard.of(rows, vocab_size, tp_group)
     loss = TopKLoss.of(divergence, shard, target, labels, shape)
     outputs = _SparseLoss.apply(logits.flatten(0, 1), loss, chunk_size * shape[1], reuse_logits)
-    return finish(outputs, shape, return_metrics)
+    return loss_result(outputs, shape, return_metrics)
 
 
 class _SparseLoss(torch.autograd.Function):
+    """`TopKLoss` on logits [s * b, vp], a chunk of rows at a time, in both passes."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, loss: TopKLoss, chunk_rows: int, reuse: bool
     ) -> tuple[torch.Tensor | None, ...]:
         dtype = accumulation_dtype(logits.dtype)
-        rows, valid = loss.rows, loss.shard.valid
-        outputs = Outputs.blank(
-            rows, logits.new_empty(0, dtype=dtype), loss.divergence, loss.labels is not None
+        positions, columns = loss.positions, loss.shard.unpadded_rows
+        outputs = LossOutputs.zeros(
+            positions, logits.new_empty(0, dtype=dtype), loss.divergence, loss.labels is not None
         )
-        saved = Saved(rows.count)
-        buffer = logits.new_empty(min(chunk_rows, rows.count), valid)
-        for part in rows.chunks(chunk_rows):
+        saved = SavedReadings(positions.rows)
+        buffer = logits.new_empty(min(chunk_rows, positions.rows), columns)
+        for part in positions.chunks(chunk_rows):
             chunk, z = loss.open(part), buffer[: part.stop - part.start]
-            reading = chunk.read_(z.copy_(logits[part, :valid]))
-            outputs.put_(rows, part, *chunk.evaluate(reading))
+            reading = chunk.read_(z.copy_(logits[part, :columns]))
+            outputs.put_(positions, part, *chunk.evaluate(reading))
             saved.put_(part, reading)
         ctx.save_for_backward(logits, *saved.tensors)
         ctx.loss, ctx.chunk_rows, ctx.reuse = loss, chunk_rows, reuse
-        return outputs.hand_over(ctx)
+        return outputs.leave(ctx)
 
     @staticmethod
     @once_differentiable
@@ -90,14 +91,14 @@ class _SparseLoss(torch.autograd.Function):
         ctx: Any, upstream: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, *saved = ctx.saved_tensors
-        loss, valid = ctx.loss, ctx.loss.shard.valid
+        loss, columns = ctx.loss, ctx.loss.shard.unpadded_rows
         out = logits if ctx.reuse else torch.empty_like(logits)
-        for part in loss.rows.chunks(ctx.chunk_rows):
+        for part in loss.positions.chunks(ctx.chunk_rows):
             chunk, reading = loss.open(part), Reading(*(x[part] for x in saved))
-            z = out[part, :valid]
+            z = out[part, :columns]
             if not ctx.reuse:
-                z.copy_(logits[part, :valid])
-            chunk.resume_(z)
+                z.copy_(logits[part, :columns])
+            chunk.cut_again_(z)
             chunk.differentiate_(z, reading, upstream[part])
-            out[part, valid:] = 0
+            out[part, columns:] = 0
         return out, None, None, None

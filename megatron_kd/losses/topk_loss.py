@@ -1,10 +1,10 @@
 """A divergence from a truncated teacher, chunk by chunk: between a chunk's logits and its losses.
 
-Whoever has the logits of a chunk (`dense`, `sparse_chunked`, `fused_head`) opens the chunk here,
+Whoever has the logits of a chunk (`dense`, `sparse_chunked`, `fused_loop`) opens the chunk here,
 lets it read the logits, and gets losses and, in place of the logits, their gradient.
 
-Letters: S sequence, B micro-batch, N = S * B positions, n rows of a chunk, K support, T
-temperatures.
+s sequence, b micro-batch, n rows of a chunk, k support, vp = v/tp this rank's vocabulary,
+t temperatures.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from megatron_kd.losses.divergence import Divergence, objective_unit
-from megatron_kd.losses.elementwise import keeps_exponentials
+from megatron_kd.losses.kernels import keeps_exponentials
 from megatron_kd.losses.objectives import Objective
-from megatron_kd.losses.rows import Rows
+from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.support import (
     cross_entropy,
     divergence_on_support,
     teacher_probabilities,
 )
-from megatron_kd.losses.target import KDMetrics, LossResult, TopKTarget
+from megatron_kd.losses.target import KDMetrics, TopKTarget
 from megatron_kd.losses.vocab_parallel import (
     Reading,
     VocabShard,
+    columns_of,
     cut_,
-    localise,
     read_,
     read_exponentials_,
     write_gradient_,
@@ -35,16 +35,16 @@ from megatron_kd.losses.vocab_parallel import (
 
 @dataclass(frozen=True)
 class TopKLoss:
-    """A divergence bound to its target, flattened to [N, ...], and to this rank's vocabulary."""
+    """A divergence bound to its target, flattened to [s * b, ...], and to this rank's shard."""
 
     divergence: Divergence
     objective: Objective
     shard: VocabShard
-    rows: Rows
-    ids: torch.Tensor  # [N, K]
-    logprobs: torch.Tensor  # [N, K]
-    log_z_tau: torch.Tensor | None  # [N]
-    labels: torch.Tensor | None  # [N]
+    positions: Positions
+    ids: torch.Tensor  # [s * b, k]
+    logprobs: torch.Tensor  # [s * b, k]
+    log_z_tau: torch.Tensor | None  # [s * b]
+    labels: torch.Tensor | None  # [s * b]
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class TopKLoss:
         shape: Sequence[int],
         index: torch.Tensor | None = None,
     ) -> "TopKLoss":
-        """shape: the leading [S, B] of the student's tensor, which target and labels must share."""
+        """shape: the leading [s, b] of the student's tensor, which target and labels must share."""
         divergence.check_target(target, labels)
         check_positions("target", target.ids.shape[:2], shape)
         shard.check_ids("target.ids", target.ids)
@@ -64,7 +64,7 @@ class TopKLoss:
             divergence,
             objective_unit(divergence.objective),
             shard,
-            Rows(shape[0] * shape[1], check_index(index)),
+            Positions(shape[0] * shape[1], check_index(index)),
             target.ids.flatten(0, 1),
             target.logprobs.detach().flatten(0, 1),
             None if target.log_z_tau is None else target.log_z_tau.flatten(),
@@ -78,11 +78,11 @@ class TopKLoss:
     def inverse_taus(self) -> tuple[float, ...]:
         return inverse_temperatures(self.divergence, self.labels)
 
-    def start(self, chunk_rows: int) -> None:
-        """Before the chunks of a pass: nothing to prepare."""
+    def begin_pass(self, chunk_rows: int) -> None:
+        """Nothing has to be prepared before the chunks of a pass."""
 
-    def stop(self) -> None:
-        """After them: nothing to let go."""
+    def end_pass(self) -> None:
+        """Nothing has to be released after the chunks of a pass."""
 
     def open(self, chunk: slice) -> "TopKChunk":
         return TopKChunk(self, chunk)
@@ -93,28 +93,29 @@ class TopKChunk:
 
     def __init__(self, loss: TopKLoss, chunk: slice) -> None:
         def take(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else loss.rows.take(values, chunk)
+            return None if values is None else loss.positions.take(values, chunk)
 
         self.loss = loss
         self.ids, self.logprobs = take(loss.ids), take(loss.logprobs)
         self.log_z_tau, self.labels = take(loss.log_z_tau), take(loss.labels)
         keep = (self.ids >= 0) & (self.logprobs != float("-inf"))
-        self.columns = localise(self.ids, self.labels, keep, loss.shard)
-        self.own: torch.Tensor | None = None  # set where z was left as exponentials
+        self.columns = columns_of(self.ids, self.labels, keep, loss.shard)
+        # Set where `read_` left z as exponentials: [n], see `read_exponentials_`.
+        self.exponentials_scale: torch.Tensor | None = None
 
     def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> Reading:
-        """z [n, valid] logits; the support is cut out of them.
+        """Read logits z [n, vp]; the support is cut out of them.
 
-        then_differentiate: `differentiate_` follows with z as this leaves it.
+        then_differentiate: Whether `differentiate_` follows with z as this leaves it.
         """
         taus, shard = self.loss.inverse_taus, self.loss.shard
         if then_differentiate and keeps_exponentials(z, taus):
-            reading, self.own = read_exponentials_(z, self.columns, taus[0], shard)
+            reading, self.exponentials_scale = read_exponentials_(z, self.columns, taus[0], shard)
             return reading
         return read_(z, self.columns, taus, shard)
 
-    def resume_(self, z: torch.Tensor) -> None:
-        """Bring the logits of a chunk that was read before to where `read_` left them."""
+    def cut_again_(self, z: torch.Tensor) -> None:
+        """Cut the support out of logits z [n, vp] that were read before and are here anew."""
         cut_(z, self.columns)
 
     def evaluate(self, reading: Reading) -> tuple[torch.Tensor, KDMetrics]:
@@ -130,7 +131,8 @@ class TopKChunk:
             log_r = reading.log_r.detach().requires_grad_()
             loss, extras = self._evaluate(gathered, log_r)
             pulled = torch.autograd.grad(loss, (gathered, log_r), upstream.to(loss.dtype))
-        write_gradient_(z, reading, self.columns, *pulled, self.loss.inverse_taus, self.own)
+        taus, scale = self.loss.inverse_taus, self.exponentials_scale
+        write_gradient_(z, reading, self.columns, *pulled, taus, scale)
         return loss.detach(), extras
 
     def _evaluate(
@@ -154,23 +156,24 @@ class TopKChunk:
 
 
 def inverse_temperatures(divergence: Divergence, labels: torch.Tensor | None) -> tuple[float, ...]:
-    """The temperatures at which normalisers are needed: cross-entropy is at 1 always."""
+    """The temperatures at which normalizers are needed: cross-entropy is at 1 always."""
     tau = divergence.temperature
     return (1 / tau,) if tau == 1 or labels is None else (1 / tau, 1.0)
 
 
 def check_positions(name: str, got: Sequence[int], shape: Sequence[int]) -> None:
+    """Refuse a tensor whose leading shape is not the student's [s, b]."""
     if tuple(got) != tuple(shape):
         raise ValueError(
-            f"{name} is for [S, B] = {list(got)}, the student for {list(shape)}; all are sequence "
-            "first (transpose a [B, S] batch)"
+            f"{name} is for [s, b] = {list(got)}, the student for {list(shape)}; all are sequence "
+            "first (transpose a [b, s] batch)"
         )
 
 
 def check_labels(
     labels: torch.Tensor | None, shape: Sequence[int], shard: VocabShard
 ) -> torch.Tensor | None:
-    """Flattened, or None."""
+    """The labels flattened to [s * b], or None where there are none."""
     if labels is None:
         return None
     check_positions("labels", labels.shape, shape)
@@ -181,22 +184,10 @@ def check_labels(
 
 
 def check_index(index: torch.Tensor | None) -> torch.Tensor | None:
+    """The index of the supervised rows as it came, or a ValueError."""
     if index is not None and (index.dim() != 1 or index.dtype != torch.int64):
         raise ValueError(
-            "supervised_index wants int64 [n], rows of the flattened [S * B] positions; got "
+            "supervised_index wants int64 [n], rows of the flattened [s * b] positions; got "
             f"{index.dtype} {list(index.shape)}"
         )
     return index
-
-
-def finish(
-    outputs: Sequence[torch.Tensor | None], shape: Sequence[int], return_metrics: bool
-) -> LossResult:
-    """From the flat tensors of an autograd function to [S, B], with the metrics where asked for."""
-    outputs = [None if x is None else x.view(shape) for x in outputs]
-    loss, metrics = outputs[0], KDMetrics(*outputs[1:])
-    if not return_metrics:
-        return loss
-    if metrics.divergence is None:  # a copy, as hosts divide the loss in place
-        metrics = metrics._replace(divergence=loss.detach().clone())
-    return loss, metrics

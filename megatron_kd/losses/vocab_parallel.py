@@ -5,7 +5,7 @@ gradient is reduced again but dH, which is a sum over the shards. Everything her
 hand-written backward passes; an autograd collective under a replicated loss would multiply the
 gradient by the number of ranks.
 
-Letters: n rows, K columns asked for, Vp this rank's vocabulary, T temperatures.
+n rows of a chunk, k columns asked for, vp = v/tp this rank's vocabulary, t temperatures.
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,33 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_kd.losses.elementwise import (
+from megatron_kd.losses.kernels import (
+    FARTHEST_NATS,
     NEG_INF,
     accumulation_dtype,
     exponentials_,
     max_and_sums,
     to_gradient_,
 )
-from megatron_kd.losses.full_formulas import FARTHEST_NATS
 
 
 @dataclass(frozen=True)
 class VocabShard:
     """Half-open range of global ids on this rank; ids at or beyond vocab_size are padding."""
 
-    start: int
+    vocab_start_index: int
     rows: int
+    """Rows of this rank's output layer, padding included: the same on every rank."""
     vocab_size: int
     group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, rows: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> "VocabShard":
+        """This rank's shard of an output layer of which each rank of the group holds `rows`.
+
+        Raises:
+            ValueError: There are fewer rows than vocab_size.
+        """
         ranks, rank = (
             (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         )
@@ -48,9 +54,19 @@ class VocabShard:
         return cls(rank * rows, rows, vocab_size, group if ranks > 1 else None)
 
     @property
-    def valid(self) -> int:
-        """Rows of this shard that are no padding."""
-        return min(max(self.vocab_size - self.start, 0), self.rows)
+    def unpadded_rows(self) -> int:
+        """Rows of this shard that are no padding. It differs between ranks."""
+        return min(max(self.vocab_size - self.vocab_start_index, 0), self.rows)
+
+    @property
+    def vocab_end_index(self) -> int:
+        """The first id after those of this rank that are no padding."""
+        return self.vocab_start_index + self.unpadded_rows
+
+    def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of these global ids are on this rank, and their columns here (0 for others)."""
+        is_local = (ids >= self.vocab_start_index) & (ids < self.vocab_end_index)
+        return is_local, torch.where(is_local, ids - self.vocab_start_index, 0).long()
 
     def check_ids(self, name: str, ids: torch.Tensor) -> None:
         """Refuse foreign ids where looking costs no synchronisation; elsewhere they become NaN."""
@@ -66,30 +82,29 @@ class VocabShard:
 class Columns:
     """Columns to gather from a chunk: the support, then the label where there is one."""
 
-    index: torch.Tensor  # [n, K (+ 1)] int64, 0 where not ours
-    mine: torch.Tensor  # [n, K (+ 1)] bool
-    invalid: torch.Tensor  # [n, K (+ 1)] bool: beyond the vocabulary
-    support: int  # K
+    index: torch.Tensor  # [n, k (+ 1)] int64, 0 where not on this rank
+    is_local: torch.Tensor  # [n, k (+ 1)] bool: on this rank
+    is_beyond: torch.Tensor  # [n, k (+ 1)] bool: beyond the vocabulary
+    support: int  # k
 
 
-def localise(
+def columns_of(
     ids: torch.Tensor, labels: torch.Tensor | None, keep: torch.Tensor, shard: VocabShard
 ) -> Columns:
-    """ids [n, K], labels [n] or None, keep [n, K]: slots that are used."""
+    """The columns of ids [n, k] where keep [n, k] says the slot is used, and of labels [n]."""
     ids = torch.where(keep, ids, -1)
     wanted = ids if labels is None else torch.cat([ids, labels.unsqueeze(-1).to(ids.dtype)], -1)
-    mine = (wanted >= shard.start) & (wanted < shard.start + shard.valid)
-    index = torch.where(mine, wanted - shard.start, 0).long()
-    return Columns(index, mine, wanted >= shard.vocab_size, ids.shape[-1])
+    is_local, index = shard.locate(wanted)
+    return Columns(index, is_local, wanted >= shard.vocab_size, ids.shape[-1])
 
 
 class Reading(NamedTuple):
     """What a head hands to the objectives, and what the gradient pass needs."""
 
-    gathered: torch.Tensor  # [n, K (+ 1)] logits minus the row's top; unused slots hold some number
-    log_r: torch.Tensor  # [n, T] log R minus top / tau
+    gathered: torch.Tensor  # [n, k (+ 1)] logits minus the row's top; unused slots hold some number
+    log_r: torch.Tensor  # [n, t] log R minus top / tau
     m: torch.Tensor  # [n] largest logit off the support, over all shards (0 where there is none)
-    log_sums: torch.Tensor  # [n, T] log sum exp((z - m) / tau), off the support
+    log_sums: torch.Tensor  # [n, t] log sum exp((z - m) / tau), off the support
 
 
 def cut_(z: torch.Tensor, columns: Columns) -> None:
@@ -99,25 +114,25 @@ def cut_(z: torch.Tensor, columns: Columns) -> None:
 
 
 def _write_support_(z: torch.Tensor, columns: Columns, values: torch.Tensor) -> None:
-    """z [n, valid] becomes values [n, K] on the support; a slot that is not ours writes nothing.
+    """z [n, vp] becomes values [n, k] on the support; a slot of another rank writes nothing.
 
     Such slots point at column 0, which is put back. Neither scatter_ nor scatter_add_: on CPUs they
     make an fp32 copy of all of a 16-bit z, and adding takes atomics on GPUs.
     """
     if not z.shape[-1]:
         return
-    index, mine = columns.index[:, : columns.support], columns.mine[:, : columns.support]
+    index, is_local = columns.index[:, : columns.support], columns.is_local[:, : columns.support]
     first = z[:, :1].clone()
     z.index_put_((_row_numbers(z), index), values)
-    at_first = mine & (index == 0)
-    own = torch.where(at_first, values, 0.0).sum(-1, keepdim=True)
-    z[:, :1] = torch.where(at_first.any(-1, keepdim=True), own, first)
+    at_first = is_local & (index == 0)
+    value_at_first = torch.where(at_first, values, 0.0).sum(-1, keepdim=True)
+    z[:, :1] = torch.where(at_first.any(-1, keepdim=True), value_at_first, first)
 
 
 def read_(
     z: torch.Tensor, columns: Columns, inverse_taus: tuple[float, ...], shard: VocabShard
 ) -> Reading:
-    """z [n, valid] logits; the support is cut out in place. One MAX and one SUM under TP."""
+    """Read logits z [n, vp]; the support is cut out in place. One MAX and one SUM under TP."""
     gathered = _take_out_(z, columns)
     m, sums = max_and_sums(z, inverse_taus)
     return _over_shards(gathered, m, sums, columns, inverse_taus, shard)
@@ -126,22 +141,23 @@ def read_(
 def read_exponentials_(
     z: torch.Tensor, columns: Columns, inverse_tau: float, shard: VocabShard
 ) -> tuple[Reading, torch.Tensor]:
-    """The same, and z becomes its exponentials relative to this shard's own maximum.
+    """Read logits z [n, vp]; z becomes its exponentials relative to this shard's own maximum.
 
-    The second result [n] makes them relative to the maximum over all shards.
+    The second result [n] makes them relative to the maximum over all shards. Apart from that this
+    is `read_` at one temperature, with the same collectives.
     """
     gathered = _take_out_(z, columns)
-    own_m, sums = exponentials_(z, inverse_tau)
-    reading = _over_shards(gathered, own_m, sums, columns, (inverse_tau,), shard)
-    return reading, ((own_m - reading.m) * inverse_tau).exp()
+    own_maximum, sums = exponentials_(z, inverse_tau)
+    reading = _over_shards(gathered, own_maximum, sums, columns, (inverse_tau,), shard)
+    return reading, ((own_maximum - reading.m) * inverse_tau).exp()
 
 
 def _take_out_(z: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """Logits [n, K (+ 1)] at the columns, 0 where not ours; the support is cut out of z."""
+    """Logits [n, k (+ 1)] at the columns, 0 where on another rank; z loses the support."""
     dtype = accumulation_dtype(z.dtype)
     if not z.shape[-1]:
         return z.new_zeros(columns.index.shape, dtype=dtype)
-    gathered = torch.where(columns.mine, z.gather(-1, columns.index).to(dtype), 0.0)
+    gathered = torch.where(columns.is_local, z.gather(-1, columns.index).to(dtype), 0.0)
     cut_(z, columns)
     return gathered
 
@@ -155,7 +171,7 @@ def _over_shards(
     shard: VocabShard,
 ) -> Reading:
     k = columns.support
-    on_support = torch.where(columns.mine[:, :k], gathered[:, :k], NEG_INF).amax(-1)
+    on_support = torch.where(columns.is_local[:, :k], gathered[:, :k], NEG_INF).amax(-1)
     peaks = torch.stack([m, on_support])  # [2, n]
     if shard.group is not None:
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=shard.group)
@@ -170,7 +186,7 @@ def _over_shards(
     log_sums = sums.log()
     log_r = torch.stack([(m_all - top) * x + log_sums[t] for t, x in enumerate(inverse_taus)], -1)
     gathered = (gathered - top.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
-    gathered = torch.where(columns.invalid, float("nan"), gathered)
+    gathered = torch.where(columns.is_beyond, float("nan"), gathered)
     return Reading(gathered, log_r, m_all, log_sums.T)
 
 
@@ -181,11 +197,18 @@ def write_gradient_(
     d_gathered: torch.Tensor,
     d_log_r: torch.Tensor,
     inverse_taus: tuple[float, ...],
-    own: torch.Tensor | None = None,
+    exponentials_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn z, support cut out, into its gradient: d_gathered [n, K (+ 1)], d_log_r [n, T].
+    """Turn z [n, vp], of which the support is cut out, into its gradient, in place.
 
-    own: [n] of `read_exponentials_` where z holds exponentials; None where it holds logits.
+    Args:
+        z: Logits, or exponentials of `read_exponentials_`.
+        reading: Of these logits.
+        columns: Of these rows.
+        d_gathered: [n, k (+ 1)] derivative by reading.gathered.
+        d_log_r: [n, t] derivative by reading.log_r.
+        inverse_taus: One over each of the t temperatures.
+        exponentials_scale: [n], the second result of `read_exponentials_`; None for logits.
     """
     empty = reading.log_sums == NEG_INF
     scales = d_log_r * torch.exp(-torch.where(empty, 0.0, reading.log_sums))
@@ -193,23 +216,23 @@ def write_gradient_(
         if inverse_tau != 1:
             scales[:, t] *= inverse_tau
     scales = torch.where(empty, 0.0, scales).T.contiguous()
-    if own is None:
+    if exponentials_scale is None:
         to_gradient_(z, reading.m, scales, inverse_taus)
     else:
-        z.mul_((scales[0] * own).unsqueeze(-1))
+        z.mul_((scales[0] * exponentials_scale).unsqueeze(-1))
     k = columns.support
     _write_support_(z, columns, d_gathered[:, :k].to(z.dtype))
     if columns.index.shape[1] > k and z.shape[-1]:
-        add_column_(z, columns.index[:, k], columns.mine[:, k], d_gathered[:, k])
+        add_column_(z, columns.index[:, k], columns.is_local[:, k], d_gathered[:, k])
     return z
 
 
 def add_column_(
-    z: torch.Tensor, index: torch.Tensor, mine: torch.Tensor, values: torch.Tensor
+    z: torch.Tensor, index: torch.Tensor, is_local: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """z [n, valid]: add values [n] at index [n] where mine."""
+    """Add values [n] to z [n, vp] at the columns index [n], where they are on this rank."""
     index = index.unsqueeze(-1)
-    values = torch.where(mine, values, 0.0).unsqueeze(-1)
+    values = torch.where(is_local, values, 0.0).unsqueeze(-1)
     total = (z.gather(-1, index).to(values.dtype) + values).to(z.dtype)
     z.index_put_((_row_numbers(z), index), total)
 
@@ -219,7 +242,7 @@ def _row_numbers(z: torch.Tensor) -> torch.Tensor:
 
 
 def gather_sequence(shard_states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S/tp, B, D] -> [S, B, D], outside autograd."""
+    """[s/tp, b, h] -> [s, b, h], outside autograd."""
     ranks = dist.get_world_size(group)
     full = shard_states.new_empty(shard_states.shape[0] * ranks, *shard_states.shape[1:])
     dist.all_gather_into_tensor(full, shard_states.contiguous(), group=group)
@@ -227,7 +250,7 @@ def gather_sequence(shard_states: torch.Tensor, group: dist.ProcessGroup) -> tor
 
 
 def reduce_scatter_sequence(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S, B, D] -> [S/tp, B, D], summed over ranks, outside autograd."""
+    """[s, b, h] -> [s/tp, b, h], summed over ranks, outside autograd."""
     ranks = dist.get_world_size(group)
     shard = full.new_empty(full.shape[0] // ranks, *full.shape[1:])
     dist.reduce_scatter_tensor(shard, full.contiguous(), group=group)

@@ -9,9 +9,9 @@ import torch
 from megatron_kd.losses import (
     Divergence,
     TopKTarget,
-    elementwise,
     fused_chunked_kd_loss,
     fused_online_kd_loss,
+    kernels,
     reference,
     sparse_chunked_kd_loss,
 )
@@ -48,7 +48,7 @@ def gradients(loss_of, hidden, weight, upstream):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_against_fp64(temperature, dtype, head, backend):
-    if backend == "triton" and not elementwise.triton_kernels.available():
+    if backend == "triton" and not kernels.triton.available():
         pytest.skip("Triton is not installed")
     divergence = Divergence(tail="bucket", temperature=temperature, ce_weight=0.2)
     upstream = torch.rand(S, B, generator=torch.Generator().manual_seed(1)).cuda()
@@ -68,7 +68,7 @@ def test_against_fp64(temperature, dtype, head, backend):
 
     truth = gradients(plain, hidden, weight, upstream)
     yardstick = gradients(plain, hidden.to(dtype), weight.to(dtype), upstream)
-    with elementwise.use_backend(backend):
+    with kernels.use_backend(backend):
         got = gradients(ours, hidden.to(dtype), weight.to(dtype), upstream)
     for mine, plainly, want in zip(got, yardstick, truth, strict=True):
         bound = 4 * (plainly - want).abs().max() + 8 * torch.finfo(dtype).eps * want.abs().max()

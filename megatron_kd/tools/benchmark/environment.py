@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_kd.losses import elementwise
+from megatron_kd.losses import kernels
 
 PACKAGES = ("torch", "triton", "nvidia-modelopt", "megatron-core", "liger-kernel")
 
@@ -19,7 +19,7 @@ def describe(device: torch.device, threads: int) -> dict[str, str]:
         "commit": commit(),
         "device": device_name(device, threads),
         "versions": "; ".join([f"python {platform.python_version()}", *_versions()]),
-        "elementwise": elementwise.describe(device),
+        "elementwise": kernels.describe(device),
     }
 
 

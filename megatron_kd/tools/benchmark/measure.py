@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_kd.losses import elementwise
+from megatron_kd.losses import kernels
 from megatron_kd.tools.benchmark.cases import DTYPES, Case
 from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS, REFERENCES, Implementation
 from megatron_kd.tools.benchmark.inputs import Inputs
@@ -43,7 +43,7 @@ def step(implementation: Implementation, inputs: Inputs):
     """One forward and backward pass; the loss [] or None."""
     inputs.clear_gradients()
     backend = implementation.backend
-    with elementwise.use_backend(backend) if backend else contextlib.nullcontext():
+    with kernels.use_backend(backend) if backend else contextlib.nullcontext():
         loss = implementation.mean_loss(inputs)
         if loss is not None:
             loss.backward()

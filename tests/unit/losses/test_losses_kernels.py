@@ -12,16 +12,14 @@ import torch
 from megatron_kd.losses import (
     Divergence,
     TopKTarget,
-    compiled_kernels,
-    eager_kernels,
-    elementwise,
     fused_chunked_kd_loss,
+    kernels,
     sparse_chunked_kd_loss,
-    triton_kernels,
 )
 from megatron_kd.losses.divergence import objective_unit
-from megatron_kd.losses.full_formulas import log_probability
-from megatron_kd.losses.fused_head import row_gap
+from megatron_kd.losses.fused_loop import row_gap
+from megatron_kd.losses.kernels import compiled, eager, triton
+from megatron_kd.losses.kernels.eager import log_probability
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
@@ -42,9 +40,9 @@ def make_logits(dtype, columns, rows=9):
     return z.to(dtype)
 
 
-def check_against_definition(kernels, dtype, columns, inverse_taus):
+def check_against_definition(backend, dtype, columns, inverse_taus):
     z = make_logits(dtype, columns)
-    m, sums = kernels.max_and_sums(z, inverse_taus)
+    m, sums = backend.max_and_sums(z, inverse_taus)
     exact = z.double()
     assert torch.equal(m.double(), exact.amax(-1))
     shift = torch.where(m == float("-inf"), 0.0, m).double().unsqueeze(-1)
@@ -54,15 +52,15 @@ def check_against_definition(kernels, dtype, columns, inverse_taus):
         terms = ((exact - shift) * inverse_tau).exp()
         torch.testing.assert_close(sums[t].double(), terms.sum(-1), rtol=1e-5, atol=0)
         want += scales[t].double().unsqueeze(-1) * terms
-    kernels.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus)
+    backend.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus)
     rtol = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(z.double(), want, rtol=rtol, atol=1e-6)
 
 
-def check_exponentials(kernels, dtype, columns, inverse_tau):
+def check_exponentials(backend, dtype, columns, inverse_tau):
     z = make_logits(dtype, columns)
     exact = z.to(torch.float64, copy=True)
-    m, sums = kernels.exponentials_(z, inverse_tau)
+    m, sums = backend.exponentials_(z, inverse_tau)
     assert torch.equal(m.double(), exact.amax(-1))
     shift = torch.where(m == float("-inf"), 0.0, m).double().unsqueeze(-1)
     want = ((exact - shift) * inverse_tau).exp()
@@ -74,8 +72,8 @@ def check_exponentials(kernels, dtype, columns, inverse_tau):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_eager_exponentials(dtype, inverse_tau, monkeypatch):
     for block_bytes in (1, 100_000, 1 << 30):
-        monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", block_bytes)
-        check_exponentials(eager_kernels, dtype, 4999, inverse_tau)
+        monkeypatch.setattr(eager, "CPU_BLOCK_BYTES", block_bytes)
+        check_exponentials(eager, dtype, 4999, inverse_tau)
 
 
 def test_rows_of_a_chunk_are_kept_apart_where_they_would_collide():
@@ -88,53 +86,53 @@ def test_rows_of_a_chunk_are_kept_apart_where_they_would_collide():
 
 
 def test_exponentials_are_kept_only_where_they_are_exact():
-    assert elementwise.keeps_exponentials(torch.zeros(2, 3), (0.5,))
-    assert not elementwise.keeps_exponentials(torch.zeros(2, 3), (0.5, 1.0))
-    assert not elementwise.keeps_exponentials(torch.zeros(2, 3, dtype=torch.bfloat16), (1.0,))
-    with elementwise.use_backend("triton"):
-        assert not elementwise.keeps_exponentials(torch.zeros(2, 3), (1.0,))
+    assert kernels.keeps_exponentials(torch.zeros(2, 3), (0.5,))
+    assert not kernels.keeps_exponentials(torch.zeros(2, 3), (0.5, 1.0))
+    assert not kernels.keeps_exponentials(torch.zeros(2, 3, dtype=torch.bfloat16), (1.0,))
+    with kernels.use_backend("triton"):
+        assert not kernels.keeps_exponentials(torch.zeros(2, 3), (1.0,))
 
 
 @pytest.mark.parametrize("inverse_taus", TEMPERATURES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_eager(dtype, inverse_taus, monkeypatch):
     for block_bytes in (1, 100_000, 1 << 30):  # one row, a few, all of them
-        monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", block_bytes)
-        check_against_definition(eager_kernels, dtype, 4999, inverse_taus)
+        monkeypatch.setattr(eager, "CPU_BLOCK_BYTES", block_bytes)
+        check_against_definition(eager, dtype, 4999, inverse_taus)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(dtype):
-    if not compiled_kernels.available():
+    if not compiled.available():
         pytest.skip("torch.compile is disabled or has no tool chain here")
     for inverse_taus in TEMPERATURES:
-        check_against_definition(compiled_kernels, dtype, 4999, inverse_taus)
+        check_against_definition(compiled, dtype, 4999, inverse_taus)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
 def test_compiled_pair(objective):
     """The passes over both models' logits, compiled, against the formulas in fp64."""
-    if not compiled_kernels.available():
+    if not compiled.available():
         pytest.skip("torch.compile is disabled or has no tool chain here")
     make = torch.Generator().manual_seed(0)
     z, y = torch.randn(5, 3001, generator=make), torch.randn(5, 3001, generator=make)
     options, unit = Divergence(objective=objective, beta=0.3), objective_unit(objective)
-    m, sums = eager_kernels.max_and_sums(z, (0.5, 1.0))
-    teacher_m, teacher_sums = eager_kernels.max_and_sums(y, (0.5,))
+    m, sums = eager.max_and_sums(z, (0.5, 1.0))
+    teacher_m, teacher_sums = eager.max_and_sums(y, (0.5,))
     student, teacher = (m, *sums.log()), (teacher_m, teacher_sums[0].log())
     kd, ce = torch.linspace(-1, 1, 5), torch.linspace(0, 1, 5)
     double = [x.double() for x in (*student, *teacher)]
     log_q = log_probability(z, double[0], double[1], 0.5)
     log_p = log_probability(y, double[3], double[4], 0.5)
     totals = torch.stack(unit.row_sums(log_q, log_p, options))
-    got = compiled_kernels.full_sums(z, y, student[:2], teacher, 0.5, unit, options)
+    got = compiled.full_sums(z, y, student[:2], teacher, 0.5, unit, options)
     torch.testing.assert_close(got.double(), totals, rtol=1e-5, atol=1e-6)
     want = unit.gradient(log_q, log_p, tuple(totals), options) * kd.unsqueeze(-1)
     for weights, more in (((kd, None), 0), ((kd, ce), 1)):
         dz = z.clone()
-        compiled_kernels.full_gradient_(
+        compiled.full_gradient_(
             dz, y, student, teacher, totals.float(), weights, 0.5, unit, options
         )
         softmax = log_probability(z, double[0], double[2], 1.0).exp() * ce.unsqueeze(-1)
@@ -144,9 +142,9 @@ def test_compiled_pair(objective):
 @pytest.mark.slow
 def test_the_heads_stay_compiled(monkeypatch, caplog):
     """Views of logits that autograd has seen change are written to like any other memory."""
-    if not compiled_kernels.available():
+    if not compiled.available():
         pytest.skip("torch.compile is disabled or has no tool chain here")
-    monkeypatch.setattr(elementwise, "LEAST_COMPILED_ELEMENTS", 1)
+    monkeypatch.setattr(kernels, "LEAST_COMPILED_ELEMENTS", 1)
     make = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(12, 1, 8, generator=make), torch.randn(50, 8, generator=make)
     ids = torch.stack([torch.randperm(50, generator=make)[:4] for _ in range(12)])[:, None]
@@ -154,7 +152,7 @@ def test_the_heads_stay_compiled(monkeypatch, caplog):
     gradients = {}
     for backend in ("eager", "compiled"):
         w = weight.clone().requires_grad_()
-        with elementwise.use_backend(backend), caplog.at_level("WARNING"):
+        with kernels.use_backend(backend), caplog.at_level("WARNING"):
             loss = sparse_chunked_kd_loss(hidden @ w.T, target, chunk_size=5, reuse_logits=True)
             (loss * torch.linspace(1, 2, 12)[:, None]).sum().backward()
         gradients[backend] = w.grad
@@ -163,17 +161,17 @@ def test_the_heads_stay_compiled(monkeypatch, caplog):
 
 
 def fresh_availability(monkeypatch):
-    compiled_kernels.available.cache_clear()
-    monkeypatch.setattr(elementwise, "LEAST_COMPILED_ELEMENTS", 1)
+    compiled.available.cache_clear()
+    monkeypatch.setattr(kernels, "LEAST_COMPILED_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_disabled_compiler_means_eager(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     fresh_availability(monkeypatch)
-    assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
-    assert elementwise.describe(torch.device("cpu")) == "eager"
-    compiled_kernels.available.cache_clear()
+    assert kernels._backend(torch.zeros(4, 4)) is eager
+    assert kernels.describe(torch.device("cpu")) == "eager"
+    compiled.available.cache_clear()
 
 
 def test_broken_compiler_means_eager_and_is_said(monkeypatch, caplog):
@@ -183,22 +181,22 @@ def test_broken_compiler_means_eager_and_is_said(monkeypatch, caplog):
 
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setattr(compiled_kernels, "_compiled", Broken)
+    monkeypatch.setattr(compiled, "_compiled", Broken)
     fresh_availability(monkeypatch)
     with caplog.at_level("WARNING"):
-        assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
-        assert elementwise._backend(torch.zeros(4, 4)) is eager_kernels
+        assert kernels._backend(torch.zeros(4, 4)) is eager
+        assert kernels._backend(torch.zeros(4, 4)) is eager
     assert [record.getMessage() for record in caplog.records] == [
         "elementwise work is eager, torch.compile does not work here: no C++ compiler found"
     ]
-    compiled_kernels.available.cache_clear()
+    compiled.available.cache_clear()
 
 
 def test_backend_can_be_forced():
-    with elementwise.use_backend("eager"):
-        assert elementwise._backend(torch.zeros(4000, 4000)) is eager_kernels
+    with kernels.use_backend("eager"):
+        assert kernels._backend(torch.zeros(4000, 4000)) is eager
     with pytest.raises(ValueError, match="eager, compiled, triton"):
-        with elementwise.use_backend("cuda"):
+        with kernels.use_backend("cuda"):
             pass
 
 
@@ -222,14 +220,14 @@ def run_interpreted():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for columns in (37, 4096, 9001):
             for inverse_taus in TEMPERATURES:
-                check_against_definition(triton_kernels, dtype, columns, inverse_taus)
+                check_against_definition(triton, dtype, columns, inverse_taus)
     from loss_cases import in_forward, make_case, recompute, run, upstream_of
 
     case = make_case(temperature=2.0, captured=True).with_options(tail="bucket", ce_weight=0.3)
     for head in (recompute, in_forward):
         results = []
         for backend in ("eager", "triton"):
-            with elementwise.use_backend(backend):
+            with kernels.use_backend(backend):
                 results.append(run(head, case, torch.float32, upstream_of(case)))
         for name, want in results[0].items():
             torch.testing.assert_close(results[1][name], want, rtol=1e-5, atol=1e-6)
@@ -245,7 +243,7 @@ def test_triton_compiles_for_a_gpu(kernel, logits):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_kd.losses import triton_source
+    from megatron_kd.losses.kernels import triton_source
 
     constants = {"COLUMNS": 65536, "TEMPERATURES": 2, "BLOCK": 2048}
     signature = {"z": logits, "row_stride": "i32", "inverse_tau": "fp32"}
@@ -262,7 +260,7 @@ def test_triton_compiles_for_a_gpu(kernel, logits):
 def test_large_chunks_work_whatever_backend_is_picked():
     """More elements than LEAST_COMPILED_ELEMENTS, through the default choice and the eager twin."""
     make = torch.Generator().manual_seed(0)
-    rows = elementwise.LEAST_COMPILED_ELEMENTS // 4096 + 1
+    rows = kernels.LEAST_COMPILED_ELEMENTS // 4096 + 1
     hidden = torch.randn(rows, 1, 2, generator=make)
     weight = torch.randn(4096, 2, generator=make).requires_grad_()
     from megatron_kd.losses import TopKTarget
@@ -272,7 +270,7 @@ def test_large_chunks_work_whatever_backend_is_picked():
     for force in (False, True):
         weight.grad = None
         if force:
-            with elementwise.use_backend("eager"):
+            with kernels.use_backend("eager"):
                 loss = fused_chunked_kd_loss(hidden, weight, target, chunk_size=rows)
                 loss.sum().backward()
         else:

@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_kd.losses import (
     TopKTarget,
-    elementwise,
     fused_chunked_kd_loss,
+    kernels,
     sparse_chunked_kd_loss,
 )
 from megatron_kd.losses.chunking import LEAST_ROWS, chunk_rows, pick_rows
@@ -54,7 +54,7 @@ def fused_peak(positions, chunk_size, dtype, gradient):
         loss.sum().backward()
         return loss
 
-    with elementwise.use_backend("eager"):
+    with kernels.use_backend("eager"):
         peak = peak_bytes(run)
     size = hidden.element_size()
     gradients = (positions + V) * D * size
@@ -90,7 +90,7 @@ def test_lent_logits_are_the_only_tensor_of_their_size(dtype):
             loss = sparse_chunked_kd_loss(logits, target, chunk_size=chunk_size, reuse_logits=reuse)
             return torch.autograd.grad(loss.sum(), logits)
 
-        with elementwise.use_backend("eager"):
+        with kernels.use_backend("eager"):
             return peak_bytes(run)
 
     chunk = 4 * chunk_size * V
@@ -116,7 +116,7 @@ def test_chunk_size_in_positions():
 
 
 def test_auto_keeps_the_budget_and_says_what_it_picked(caplog, monkeypatch):
-    monkeypatch.setattr("megatron_kd.losses.chunking._said", set())
+    monkeypatch.setattr("megatron_kd.losses.chunking._logged", set())
     with caplog.at_level(logging.INFO, logger="megatron_kd.losses.chunking"):
         for _ in range(2):
             picked = chunk_rows("auto", **options(budget_bytes=64 << 20))

@@ -15,9 +15,9 @@ from megatron_kd.losses import (
     Divergence,
     dense_kd_loss,
     dense_online_kd_loss,
-    elementwise,
     fused_chunked_kd_loss,
     fused_online_kd_loss,
+    kernels,
     reference,
 )
 from megatron_kd.losses.divergence import OBJECTIVES
@@ -103,7 +103,7 @@ def test_an_objective_from_outside_runs_online(squared, head, backend):
     options = dict(divergence=squared, labels=case.labels)
 
     def ours(hidden, weight, bias, case):
-        with elementwise.use_backend(backend):
+        with kernels.use_backend(backend):
             if head == "dense":
                 return dense_online_kd_loss(logits_of(hidden, weight, bias), y, **options)
             return fused_online_kd_loss(

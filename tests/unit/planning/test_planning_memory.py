@@ -11,9 +11,8 @@ from megatron_kd.losses import (
     TopKTarget,
     dense_kd_loss,
     dense_online_kd_loss,
-    eager_kernels,
-    elementwise,
     fused_chunked_kd_loss,
+    kernels,
     sparse_chunked_kd_loss,
 )
 from megatron_kd.tools.planning.activations import layer_activations
@@ -218,7 +217,7 @@ def peak_allocated(run):
 def test_counted_losses_against_measured(impl, monkeypatch):
     """Output layer and loss, forward and backward, in bf16; the count lies within a tenth."""
     # The eager kernels' scratch, which the kernels on CUDA do without.
-    monkeypatch.setattr(eager_kernels, "CPU_BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(kernels.eager, "CPU_BLOCK_BYTES", 1 << 17)
     positions, width, vocab, k, chunk = 512, 8, 16384, 4, 64
     make = torch.Generator().manual_seed(0)
     hidden = torch.randn(positions, 1, width, generator=make).bfloat16().requires_grad_()
@@ -248,7 +247,7 @@ def test_counted_losses_against_measured(impl, monkeypatch):
         loss.sum().backward()
         return loss
 
-    with elementwise.use_backend("eager"):
+    with kernels.use_backend("eager"):
         measured = peak_allocated(run)
     settings = RunSettings(sequence_length=positions, topk=k, loss=LossConfig(chunk_size=chunk))
     if impl == "fused_chunked":  # the weight is frozen here, so it has no gradient buffer

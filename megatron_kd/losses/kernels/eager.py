@@ -1,15 +1,16 @@
-"""`elementwise` in plain PyTorch: blocks of rows small enough for the cache, one block of scratch.
+"""The kernels in plain PyTorch: blocks of rows small enough for the cache, one block of scratch.
 
-Letters: n rows, Vp this rank's vocabulary, T temperatures.
+n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 """
 
 import torch
 
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.full_formulas import log_probability
 from megatron_kd.losses.objectives import Objective
 
 NEG_INF = float("-inf")
+# Stands for a logit that is infinitely far down: finite, so that 0 * log q is 0.
+FARTHEST_NATS = -1e30
 # A block of this size stays in the cache between the few operations on it, so that together they
 # cost about one pass over memory.
 CPU_BLOCK_BYTES = 1 << 20
@@ -19,6 +20,14 @@ DEVICE_BLOCK_BYTES = 128 << 20
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def log_probability(
+    logits: torch.Tensor, m: torch.Tensor, log_sum: torch.Tensor, inverse_tau: torch.Tensor | float
+) -> torch.Tensor:
+    """log softmax of logits [n, vp] / tau, from m [n] and log_sum [n], in the dtype of m."""
+    shifted = (logits.to(m.dtype) - m.unsqueeze(-1)) * inverse_tau
+    return (shifted - log_sum.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
 
 
 def _row_blocks(z: torch.Tensor) -> list[slice]:
@@ -31,7 +40,7 @@ def _row_blocks(z: torch.Tensor) -> list[slice]:
 
 
 def _scratch(z: torch.Tensor, blocks: list[slice]) -> torch.Tensor:
-    """[rows, Vp] for the largest block, which is the first."""
+    """[rows, vp] for the largest block, which is the first."""
     rows = blocks[0].stop if blocks else 0
     return z.new_empty(rows, z.shape[1], dtype=accumulation_dtype(z.dtype))
 

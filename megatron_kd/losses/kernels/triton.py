@@ -1,8 +1,8 @@
-"""`elementwise` in Triton, on CUDA: each pass touches a chunk's logits once.
+"""The kernels in Triton, on CUDA: each pass touches a chunk's logits once.
 
 Triton is no requirement: it is imported when the first kernel runs; `available` says if it can be.
 
-Letters: n rows, Vp this rank's vocabulary, T temperatures (one or two).
+n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures (one or two).
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_kd.losses import eager_kernels
+from megatron_kd.losses.kernels import eager
 
 READ_BLOCK, WRITE_BLOCK = 4096, 2048
 WARPS = 8
@@ -31,8 +31,8 @@ def max_and_sums(
     z: torch.Tensor, inverse_taus: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if z.dtype == torch.float64:
-        return eager_kernels.max_and_sums(z, inverse_taus)
-    from megatron_kd.losses.triton_source import read_rows
+        return eager.max_and_sums(z, inverse_taus)
+    from megatron_kd.losses.kernels.triton_source import read_rows
 
     n, temperatures = z.shape[0], len(inverse_taus)
     m = z.new_empty(n, dtype=torch.float32)
@@ -53,8 +53,8 @@ def to_gradient_(
     z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
 ) -> torch.Tensor:
     if z.dtype == torch.float64:
-        return eager_kernels.to_gradient_(z, m, scales, inverse_taus)
-    from megatron_kd.losses.triton_source import write_rows
+        return eager.to_gradient_(z, m, scales, inverse_taus)
+    from megatron_kd.losses.kernels.triton_source import write_rows
 
     n, blocks = z.shape[0], -(-z.shape[1] // WRITE_BLOCK)
     write_rows[(n, blocks)](

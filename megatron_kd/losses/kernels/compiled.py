@@ -1,6 +1,6 @@
-"""`elementwise` through torch.compile: one vectorised loop per row and pass, on CPUs.
+"""The kernels through torch.compile: one vectorised loop per row and pass, on CPUs.
 
-Letters: n rows, Vp this rank's vocabulary, T temperatures.
+n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 """
 
 import functools
@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron_kd.losses import eager_kernels
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
-from megatron_kd.losses.full_formulas import log_probability
+from megatron_kd.losses.kernels import eager
+from megatron_kd.losses.kernels.eager import NEG_INF, accumulation_dtype, log_probability
 from megatron_kd.losses.objectives import Objective, RowSums
 
 logger = logging.getLogger(__name__)
 
 # The compiler would form every exponential twice, for the sum and for what is stored.
-exponentials_ = eager_kernels.exponentials_
+exponentials_ = eager.exponentials_
 
 
 def _compiler_errors() -> tuple[Any, ...]:
@@ -32,7 +31,7 @@ def _compiler_errors() -> tuple[Any, ...]:
 
 def _or_eager(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The eager twin where the compiler gives up (too many variants, no tool chain), said once."""
-    twin = getattr(eager_kernels, function.__name__)
+    twin = getattr(eager, function.__name__)
     given_up = []
 
     @functools.wraps(function)
@@ -133,6 +132,8 @@ def available() -> bool:
 
 
 class _Compiled:
+    """The compiled functions; none is compiled before it is called."""
+
     def __init__(self) -> None:
         # One graph for every number of rows and every vocabulary.
         self.read = torch.compile(_read, dynamic=True, fullgraph=True)

@@ -6,10 +6,9 @@
                                                              (anything else: NaN)
 
 What happens to a chunk's logits is the loss's business (`topk_loss`, `full_loss`): it offers
-open(chunk) -> .read_(z), .resume_(z), .evaluate(reading), .differentiate_(z, reading, upstream).
+open(chunk) -> .read_(z), .cut_again_(z), .evaluate(reading), .differentiate_(z, reading, upstream).
 
-Letters: S sequence, B micro-batch, N = S * B positions, D hidden, Vp this rank's vocabulary, n
-rows.
+s sequence, b micro-batch, h hidden, vp = v/tp this rank's vocabulary, n rows of a chunk.
 """
 
 from collections.abc import Sequence
@@ -21,15 +20,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.chunking import ChunkSize, chunk_rows
-from megatron_kd.losses.elementwise import accumulation_dtype
 from megatron_kd.losses.full_loss import ChunkLoss
-from megatron_kd.losses.rows import Outputs, Rows, Saved
-from megatron_kd.losses.vocab_parallel import (
-    VocabShard,
-    gather_sequence,
-    reduce_scatter_sequence,
-)
-from megatron_kd.losses.weight_gradient import WeightGradient
+from megatron_kd.losses.gradients import Gradients
+from megatron_kd.losses.kernels import accumulation_dtype
+from megatron_kd.losses.positions import LossOutputs, Positions, SavedReadings
+from megatron_kd.losses.vocab_parallel import VocabShard, gather_sequence
 
 GradientMode: TypeAlias = Literal["recompute", "in_forward", "auto"]
 GRADIENT_MODES = get_args(GradientMode)
@@ -40,12 +35,14 @@ ALIASING_BYTES, ROW_GAP_BYTES = 4096, 256
 
 @dataclass(frozen=True)
 class FusedPlan:
+    """How one fused loss is computed, decided before its forward pass."""
+
     loss: ChunkLoss
     chunk_rows: int
-    dtype: torch.dtype
-    in_forward: bool
+    dtype: torch.dtype  # of the products
+    in_forward: bool  # gradients are formed in the forward pass
     sequence_parallel: bool
-    fuse: bool
+    fuse: bool  # the weight's gradient is added to the host's main_grad
 
 
 def fused_loss(
@@ -62,20 +59,25 @@ def fused_loss(
     gradient_accumulation_fusion: bool,
     memory_budget_bytes: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Flat outputs [N] of a loss over the chunks of hidden_states."""
+    """Loss and metrics [s * b], flat, of a loss over the chunks of hidden_states [s, b, h].
+
+    output_weight is [vp, h], bias [vp] or None, token_weights [s, b] or None; the rest as for
+    `fused_chunked_kd_loss`.
+    """
     dtype = compute_dtype(hidden_states, output_weight)
     wanted = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden_states, output_weight, bias)
     )
-    positions = loss.rows.positions
-    mode = gradient_mode(gradient, token_weights, dtype, (positions // batch, batch))
+    positions = loss.positions
+    mode = gradient_mode(gradient, token_weights, dtype, (positions.total // batch, batch))
     plan = FusedPlan(
         loss=loss,
         chunk_rows=chunk_rows(
             chunk_size,
-            rows=loss.rows.count,
+            rows=positions.rows,
             batch=batch,
-            width=loss.shard.valid * loss.tensors_per_chunk,
+            # Padding included, as all ranks must make the same number of chunks.
+            width=loss.shard.rows * loss.tensors_per_chunk,
             dtype=dtype,
             device=hidden_states.device,
             budget_bytes=memory_budget_bytes,
@@ -97,10 +99,10 @@ def check_hidden(
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None,
 ) -> tuple[int, int]:
-    """The leading shape [S, B] of the whole sequence, or a ValueError."""
+    """The leading shape [s, b] of the whole sequence, or a ValueError."""
     if hidden_states.dim() != 3 or output_weight.dim() != 2:
         raise ValueError(
-            "fused losses want hidden_states [S, B, D] and output_weight [V/tp, D]; got "
+            "fused losses want hidden_states [s, b, h] and output_weight [v/tp, h]; got "
             f"{list(hidden_states.shape)} and {list(output_weight.shape)}"
         )
     if hidden_states.shape[2] != output_weight.shape[1]:
@@ -135,18 +137,19 @@ def gradient_mode(
     dtype: torch.dtype,
     shape: Sequence[int],
 ) -> str:
+    """recompute or in_forward, or a ValueError; shape: the leading [s, b]."""
     if gradient not in GRADIENT_MODES:
         raise ValueError(f"gradient must be one of {', '.join(GRADIENT_MODES)}; got {gradient!r}")
     if token_weights is not None and tuple(token_weights.shape) != tuple(shape):
         raise ValueError(
-            f"token_weights want [S, B] = {list(shape)}, got {list(token_weights.shape)}"
+            f"token_weights want [s, b] = {list(shape)}, got {list(token_weights.shape)}"
         )
     if gradient == "auto":
         usable = token_weights is not None and dtype != torch.float16
         return "in_forward" if usable else "recompute"
     if gradient == "in_forward" and token_weights is None:
         raise ValueError(
-            "gradient in_forward needs token_weights [S, B] (the loss mask) in the forward pass; "
+            "gradient in_forward needs token_weights [s, b] (the loss mask) in the forward pass; "
             "without them use gradient recompute"
         )
     if gradient == "in_forward" and dtype == torch.float16:
@@ -157,79 +160,6 @@ def gradient_mode(
     return gradient
 
 
-class Gradients:
-    """dH, dW and d_bias as the chunks come in; what autograd does not ask for is not formed."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        plan: FusedPlan,
-        needs: tuple[bool, ...],
-        into_main_grad: bool,
-    ) -> None:
-        self.plan, self.hidden_dtype = plan, hidden.dtype
-        rows, shard = plan.loss.rows, plan.loss.shard
-        self.hidden = self.weight = self.bias = self.bias_dtype = None
-        if needs[0]:
-            make = torch.empty if rows.index is None else torch.zeros
-            shape = (rows.positions, hidden.shape[-1])
-            self.hidden = make(shape, dtype=plan.dtype, device=hidden.device)  # [N, D]
-        if needs[1]:
-            self.weight = WeightGradient(
-                weight, shard.valid, fuse=plan.fuse, into_main_grad=into_main_grad
-            )
-        if needs[2]:
-            self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
-            self.bias_dtype = bias.dtype
-
-    def add_(self, part: slice, dz: torch.Tensor, h: torch.Tensor, w: torch.Tensor) -> None:
-        """dz [n, valid], h [n, D], w [valid, D]"""
-        rows = self.plan.loss.rows
-        if self.hidden is not None:
-            if rows.index is None:
-                torch.mm(dz, w, out=self.hidden[part])
-            else:
-                rows.put_(self.hidden, part, dz @ w)
-        if self.weight is not None:
-            self.weight.add_(dz, h)
-        if self.bias is not None:
-            self.bias[: dz.shape[1]] += dz.sum(0, dtype=self.bias.dtype)
-
-    def stored(self, shape: torch.Size) -> "Stored":
-        """All of them, dH [S, B, D] (or this rank's part) summed over the vocabulary's shards."""
-        d_hidden, group = self.hidden, self.plan.loss.shard.group
-        if d_hidden is not None and self.plan.sequence_parallel:
-            d_hidden = reduce_scatter_sequence(d_hidden.view(-1, *shape[1:]), group)
-        elif d_hidden is not None and group is not None:
-            dist.all_reduce(d_hidden, group=group)
-        if d_hidden is not None:
-            d_hidden = d_hidden.view(shape)
-        return Stored(d_hidden, self.hidden_dtype, self.weight, self.bias, self.bias_dtype)
-
-
-@dataclass
-class Stored:
-    hidden: torch.Tensor | None
-    hidden_dtype: torch.dtype
-    weight: WeightGradient | None
-    bias: torch.Tensor | None
-    bias_dtype: torch.dtype | None
-
-    def scaled(self, scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """What autograd gets for hidden_states, output_weight and bias."""
-        if scale is not None:
-            for gradient in (self.hidden, self.bias):
-                if gradient is not None:
-                    gradient.mul_(scale)
-        return (
-            None if self.hidden is None else self.hidden.to(self.hidden_dtype),
-            None if self.weight is None else self.weight.finish(scale),
-            None if self.bias is None else self.bias.to(self.bias_dtype),
-        )
-
-
 class Projection:
     """hidden @ weight.T (+ bias) for one chunk at a time, into one buffer."""
 
@@ -238,22 +168,23 @@ class Projection:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: Rows,
+        positions: Positions,
         shard: VocabShard,
         dtype: torch.dtype,
         most_rows: int,
     ) -> None:
-        """hidden [N, D] whole sequence, weight [Vp, D], bias [Vp] or None."""
-        self.hidden, self.rows, self.dtype = hidden, rows, dtype
-        self.weight = weight[: shard.valid].to(dtype)  # [valid, D]
-        self.bias = None if bias is None else bias[: shard.valid].to(dtype)
-        width = shard.valid + row_gap(shard.valid, dtype, hidden.device)
-        buffer = hidden.new_empty(min(most_rows, rows.count), width, dtype=dtype)
-        self.buffer = buffer[:, : shard.valid]
+        """hidden [s * b, h] of the whole sequence, weight [vp, h], bias [vp] or None."""
+        self.hidden, self.positions, self.dtype = hidden, positions, dtype
+        columns = shard.unpadded_rows
+        self.weight = weight[:columns].to(dtype)  # [vp, h], without padding rows
+        self.bias = None if bias is None else bias[:columns].to(dtype)
+        width = columns + row_gap(columns, dtype, hidden.device)
+        buffer = hidden.new_empty(min(most_rows, positions.rows), width, dtype=dtype)
+        self.buffer = buffer[:, :columns]
 
     def __call__(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """h [n, D] and logits [n, valid]; the latter lie in the buffer."""
-        h = self.rows.take(self.hidden, part).to(self.dtype)
+        """The chunk's hidden states [n, h], and its logits [n, vp], which lie in the buffer."""
+        h = self.positions.take(self.hidden, part).to(self.dtype)
         out = self.buffer[: h.shape[0]]
         if self.bias is None:
             return h, torch.mm(h, self.weight.T, out=out)
@@ -277,7 +208,29 @@ def _projection(
     shard = plan.loss.shard
     full = gather_sequence(hidden, shard.group) if plan.sequence_parallel else hidden
     return Projection(
-        full.flatten(0, 1), weight, bias, plan.loss.rows, shard, plan.dtype, plan.chunk_rows
+        full.flatten(0, 1), weight, bias, plan.loss.positions, shard, plan.dtype, plan.chunk_rows
+    )
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: FusedPlan,
+    needs: tuple[bool, ...],
+    into_main_grad: bool,
+) -> Gradients:
+    return Gradients(
+        hidden,
+        weight,
+        bias,
+        plan.loss.positions,
+        plan.loss.shard,
+        plan.dtype,
+        needs,
+        sequence_parallel=plan.sequence_parallel,
+        fuse=plan.fuse,
+        into_main_grad=into_main_grad,
     )
 
 
@@ -291,39 +244,39 @@ class _FusedLoss(torch.autograd.Function):
         plan: FusedPlan,
         token_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        loss, rows = plan.loss, plan.loss.rows
+        loss, positions = plan.loss, plan.loss.positions
         like = hidden.new_empty(0, dtype=accumulation_dtype(plan.dtype))
-        outputs = Outputs.blank(rows, like, loss.divergence, loss.labels is not None)
+        outputs = LossOutputs.zeros(positions, like, loss.divergence, loss.labels is not None)
         needs = ctx.needs_input_grad[:3]
         gradients = saved = None
         if plan.in_forward:
-            gradients = Gradients(hidden, weight, bias, plan, needs, into_main_grad=False)
+            gradients = _gradients(hidden, weight, bias, plan, needs, into_main_grad=False)
         elif any(needs):
-            saved = Saved(rows.count)
+            saved = SavedReadings(positions.rows)
         project = _projection(hidden, weight, bias, plan)
-        loss.start(plan.chunk_rows)
-        for part in rows.chunks(plan.chunk_rows):
+        loss.begin_pass(plan.chunk_rows)
+        for part in positions.chunks(plan.chunk_rows):
             h, z = project(part)
             chunk = loss.open(part)
             reading = chunk.read_(z, then_differentiate=gradients is not None)
             if gradients is None:
                 values = chunk.evaluate(reading)
             else:
-                upstream = rows.take(token_weights, part)
+                upstream = positions.take(token_weights, part)
                 values = chunk.differentiate_(z, reading, upstream)
                 gradients.add_(part, z, h, project.weight)
-            outputs.put_(rows, part, *values)
+            outputs.put_(positions, part, *values)
             if saved is not None:
                 saved.put_(part, reading)
-        loss.stop()
+        loss.end_pass()
         ctx.plan = plan
         if gradients is not None:
-            ctx.stored = gradients.stored(hidden.shape)
+            ctx.gradients = gradients.reduced(hidden.shape)
             ctx.save_for_backward(token_weights)
         elif saved is not None:
             ctx.weight = weight  # the parameter itself: main_grad is its attribute
             ctx.save_for_backward(hidden, weight, bias, *saved.tensors)
-        return outputs.hand_over(ctx)
+        return outputs.leave(ctx)
 
     @staticmethod
     @once_differentiable
@@ -334,32 +287,32 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _recompute(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    plan, loss, rows = ctx.plan, ctx.plan.loss, ctx.plan.loss.rows
+    plan, loss, positions = ctx.plan, ctx.plan.loss, ctx.plan.loss.positions
     hidden, weight, bias, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    gradients = Gradients(hidden, ctx.weight, bias, plan, needs, into_main_grad=True)
+    gradients = _gradients(hidden, ctx.weight, bias, plan, needs, into_main_grad=True)
     project = _projection(hidden, weight, bias, plan)
-    loss.start(plan.chunk_rows)
-    for part in rows.chunks(plan.chunk_rows):
+    loss.begin_pass(plan.chunk_rows)
+    for part in positions.chunks(plan.chunk_rows):
         h, z = project(part)
         chunk, reading = loss.open(part), loss.Reading(*(x[part] for x in saved))
-        chunk.resume_(z)
-        chunk.differentiate_(z, reading, rows.take(upstream, part))
+        chunk.cut_again_(z)
+        chunk.differentiate_(z, reading, positions.take(upstream, part))
         gradients.add_(part, z, h, project.weight)
-    loss.stop()
-    return gradients.stored(hidden.shape).scaled(None)
+    loss.end_pass()
+    return gradients.reduced(hidden.shape).for_autograd(None)
 
 
 def _scale(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Bring in the scalar, in place."""
-    if ctx.stored is None:
+    """Multiply the gradients of the forward pass by the upstream scalar, in place."""
+    if ctx.gradients is None:
         raise RuntimeError(
             "second backward pass through a loss of gradient in_forward, which gave its stored "
             "gradients away in the first: use gradient recompute"
         )
-    stored, ctx.stored = ctx.stored, None  # or autograd would copy what it can keep
+    gradients, ctx.gradients = ctx.gradients, None  # or autograd would copy what it can keep
     (token_weights,) = ctx.saved_tensors
-    return stored.scaled(upstream_scale(upstream, token_weights))
+    return gradients.for_autograd(upstream_scale(upstream, token_weights))
 
 
 def upstream_scale(upstream: torch.Tensor, token_weights: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The Triton kernels of `triton_kernels`; importing this module imports Triton.
 
-Letters: n rows, Vp this rank's vocabulary, T temperatures (one or two).
+n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures (one or two).
 """
 
 import triton
@@ -9,13 +9,13 @@ import triton.language as tl
 
 @triton.jit
 def read_rows(
-    z,  # [n, Vp]
+    z,  # [n, vp]
     row_stride,
     inverse_tau,
     other_inverse_tau,
     m,  # [n]
-    sums,  # [T, n]
-    COLUMNS: tl.constexpr,  # Vp, one per model
+    sums,  # [t, n]
+    COLUMNS: tl.constexpr,  # vp, one per model
     TEMPERATURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -46,14 +46,14 @@ def read_rows(
 
 @triton.jit
 def write_rows(
-    z,  # [n, Vp], overwritten
+    z,  # [n, vp], overwritten
     row_stride,
     inverse_tau,
     other_inverse_tau,
     m,  # [n]
-    scales,  # [T, n]
+    scales,  # [t, n]
     rows,  # n
-    COLUMNS: tl.constexpr,  # Vp, one per model
+    COLUMNS: tl.constexpr,  # vp, one per model
     TEMPERATURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -9,11 +9,11 @@ The exponential is the costly part of both. Where they follow each other, at one
 full precision, `exponentials_` reads and leaves z_v <- exp((z_v - m) / tau); what remains of the
 second pass is a multiplication by row.
 
-Three backends do the same: `eager_kernels` anywhere and always; `compiled_kernels` (torch.compile)
-on a CPU whose chunk is large enough to pay for compiling; `triton_kernels` on CUDA where Triton is
+Three backends do the same: `kernels.eager` anywhere and always; `kernels.compiled` (torch.compile)
+on a CPU whose chunk is large enough to pay for compiling; `kernels.triton` on CUDA where Triton is
 installed. The eager one is the twin that the others are tested against.
 
-Letters: n rows, Vp this rank's vocabulary, T temperatures.
+n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ from types import ModuleType
 
 import torch
 
-from megatron_kd.losses import compiled_kernels, eager_kernels, triton_kernels
 from megatron_kd.losses.divergence import Divergence
-from megatron_kd.losses.eager_kernels import NEG_INF, accumulation_dtype
+from megatron_kd.losses.kernels import compiled, eager, triton
+from megatron_kd.losses.kernels.eager import FARTHEST_NATS, NEG_INF, accumulation_dtype
 from megatron_kd.losses.objectives import Objective
 
 __all__ = [
+    "FARTHEST_NATS",
     "NEG_INF",
     "accumulation_dtype",
     "exponentials_",
@@ -40,9 +41,9 @@ __all__ = [
 ]
 
 BACKENDS = {
-    "eager": eager_kernels,
-    "compiled": compiled_kernels,
-    "triton": triton_kernels,
+    "eager": eager,
+    "compiled": compiled,
+    "triton": triton,
 }
 # Smaller chunks are done before the compiler would have started.
 LEAST_COMPILED_ELEMENTS = 1 << 21
@@ -52,25 +53,28 @@ _forced: list[str] = []
 def max_and_sums(
     z: torch.Tensor, inverse_taus: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """z [n, Vp] -> m [n], sums [T, n], fp32 (fp64 for fp64); -inf and 0 where nothing is left."""
+    """Row maximum m [n] and sums [t, n] of z [n, vp]; -inf and 0 where nothing is left of a row.
+
+    They are fp32, and fp64 for fp64.
+    """
     return _backend(z).max_and_sums(z, inverse_taus)
 
 
 def keeps_exponentials(z: torch.Tensor, inverse_taus: tuple[float, ...]) -> bool:
     """Whether `exponentials_` can be used: 16-bit logits would store a rounded factor."""
     full = z.dtype == accumulation_dtype(z.dtype)
-    return full and len(inverse_taus) == 1 and _backend(z) is not triton_kernels
+    return full and len(inverse_taus) == 1 and _backend(z) is not triton
 
 
 def exponentials_(z: torch.Tensor, inverse_tau: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `max_and_sums` at one temperature; z [n, Vp] becomes exp((z - m) * inverse_tau)."""
+    """The results of `max_and_sums` at one temperature; z [n, vp] becomes exp((z - m) / tau)."""
     return _backend(z).exponentials_(z, inverse_tau)
 
 
 def to_gradient_(
     z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
 ) -> torch.Tensor:
-    """z [n, Vp] in place; m [n] finite, scales [T, n]."""
+    """z [n, vp] becomes the sum over t of scales [t, n] * exp((z - m) / tau); m [n] is finite."""
     return _backend(z).to_gradient_(z, m, scales, inverse_taus)
 
 
@@ -83,7 +87,7 @@ def full_sums(
     objective: Objective,
     divergence: Divergence,
 ) -> torch.Tensor:
-    """The sums [objective.sums, n] of objective.row_sums over a chunk pair z, y [n, Vp].
+    """The sums [objective.sums, n] of objective.row_sums over a chunk pair z, y [n, vp].
 
     student, teacher: (m, log_sum) [n] each, of which the log-probabilities are made.
     """
@@ -103,7 +107,7 @@ def full_gradient_(
     objective: Objective,
     divergence: Divergence,
 ) -> torch.Tensor:
-    """z [n, Vp] becomes the gradient of weights[0] * divergence + weights[1] * log Z at tau 1.
+    """z [n, vp] becomes the gradient by z of weights[0] * divergence + weights[1] * log Z at tau 1.
 
     student: (m, log_sum, log_sum at temperature 1); sums [objective.sums, n] of `full_sums`;
         weights [n], [n] or None.
@@ -129,18 +133,18 @@ def use_backend(name: str) -> Iterator[None]:
 def _backend(z: torch.Tensor, full: bool = False) -> ModuleType:
     """full: a pass over a pair of chunks; where Triton is used the compiler writes its kernel."""
     if z.numel() == 0:
-        return eager_kernels
+        return eager
     if _forced:
         forced = BACKENDS[_forced[-1]]
-        return compiled_kernels if full and forced is triton_kernels else forced
+        return compiled if full and forced is triton else forced
     if z.is_cuda and not full:
-        return triton_kernels if triton_kernels.available() else eager_kernels
+        return triton if triton.available() else eager
     large = z.device.type in ("cpu", "cuda") and z.numel() >= LEAST_COMPILED_ELEMENTS
-    return compiled_kernels if large and compiled_kernels.available() else eager_kernels
+    return compiled if large and compiled.available() else eager
 
 
 def describe(device: torch.device) -> str:
-    """The backend that large chunks on this device get."""
+    """The name of the backend that large chunks on this device get."""
     if device.type == "cuda":
-        return "triton" if triton_kernels.available() else "eager"
-    return "compiled" if device.type == "cpu" and compiled_kernels.available() else "eager"
+        return "triton" if triton.available() else "eager"
+    return "compiled" if device.type == "cpu" and compiled.available() else "eager"
