@@ -15,11 +15,11 @@ from typing import Any
 
 import xxhash
 
+from megatron_kd.cache.codecs import CODECS
 from megatron_kd.files import canonical_json, sha256_json
 
 FORMAT = "megatron-kd cache"
 VERSION = 1
-CODECS = ("compact", "fp16")
 HIDDEN_DTYPES = ("float16", "bfloat16", "float32")
 SAMPLINGS = ("topk", "random")
 MAX_VOCAB_SIZE = 1 << 20

@@ -21,9 +21,6 @@ from megatron_kd.cache.storage import DEFAULT_LOCAL_BYTES, open_storage
 
 DEFAULT_OPEN_SHARDS = 128
 RESIDENT_BYTES = 16 << 20  # of samples read before mapped pages are handed back to the page cache
-HALF_TO_FLOAT = (
-    np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
-)  # faster than a cast
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,8 @@ class CachedSample:
     topk_ids: np.ndarray  # [n, K] int32; -1 where nothing is stored
     topk_logprobs: np.ndarray  # [n, K] fp32; -inf where nothing is stored
     mass: np.ndarray  # [n] fp32; 0 where nothing is stored
-    log_z: dict[float, np.ndarray] = field(
-        default_factory=dict
-    )  # τ: [n] fp32; 0 where nothing is stored
+    log_z: dict[float, np.ndarray] = field(default_factory=dict)
+    """τ: [n] fp32; 0 where nothing is stored."""
     hidden: np.ndarray | None = None  # [n, D] fp16 or fp32; 0 where nothing is stored
 
 

@@ -1,21 +1,15 @@
 """One sample on its way into a shard: checked, put in order, packed.
 
-Letters: n tokens, R supervised rows, K candidates, E used entries, D hidden size.
+Letters: n tokens, R supervised rows, K candidates, D hidden size.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_kd.cache import codec
-from megatron_kd.cache.format import (
-    MAX_SAMPLE_SLOTS,
-    MAX_VOCAB_SIZE,
-    CacheError,
-    CacheSpec,
-    token_hash,
-)
-from megatron_kd.cache.shard import pack_tokens, to_bfloat16, wide_tokens
+from megatron_kd.cache.codecs import CODECS, RowEntries
+from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheError, CacheSpec, token_hash
+from megatron_kd.cache.shard import pack_tokens, to_bfloat16
 
 POSITIVE_NATS = 1e-3  # log-probabilities up to here are rounding, and become 0
 MASS_TOLERANCE = 5e-3  # what half precision and bfloat16 rows may exceed 1 by
@@ -24,15 +18,12 @@ LARGEST_HALF = 65504.0
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample that was found good; entries lie in rising id within each row."""
+    """A sample that was found good."""
 
     tokens: np.ndarray  # [n] int32
     loss_mask: np.ndarray  # [n] bool
     cu_seqlens: np.ndarray  # [documents + 1] int32
-    counts: np.ndarray  # [R] int64
-    ids: np.ndarray  # [E] int64
-    logprobs: np.ndarray  # [E] fp64
-    mass: np.ndarray  # [R] fp64
+    rows: RowEntries
     log_z: list[np.ndarray]  # each [R] fp32
     hidden: np.ndarray | None  # [R, D] fp32, or fp16 where that is what is stored
 
@@ -83,15 +74,12 @@ def check_sample(
         as_array(topk_logprobs, "topk_logprobs", where, "f"), "topk_logprobs", (spec.topk,)
     )
     positions = np.flatnonzero(mask)
-    counts, flat_ids, flat_logprobs, mass = _check_rows(spec, where, positions, ids, logprobs)
+    rows = _check_rows(spec, where, positions, ids, logprobs)
     return Sample(
         tokens=tokens.astype(np.int32),
         loss_mask=mask,
         cu_seqlens=_check_documents(cu_seqlens, tokens.size, where),
-        counts=counts,
-        ids=flat_ids,
-        logprobs=flat_logprobs,
-        mass=mass,
+        rows=rows,
         log_z=_check_log_z(spec, where, log_z, take),
         hidden=_check_hidden(spec, where, hidden, take),
     )
@@ -113,7 +101,7 @@ def _row_taker(mask: np.ndarray, where: str):
     return take
 
 
-def _check_rows(spec: CacheSpec, where: str, positions, ids, logprobs):
+def _check_rows(spec: CacheSpec, where: str, positions, ids, logprobs) -> RowEntries:
     def refuse(rows, why):  # rows: [R] bool, the bad ones
         row = int(np.flatnonzero(rows)[0])
         raise CacheError(f"{where}, position {positions[row]}: {why(row)}")
@@ -166,7 +154,7 @@ def _check_rows(spec: CacheSpec, where: str, positions, ids, logprobs):
                 f"probabilities sum to {mass[row]:.4f}; they need the full-vocabulary normaliser"
             ),
         )
-    return counts, ids[used], logprobs[used], np.minimum(mass, 1.0)
+    return RowEntries(counts, ids[used], logprobs[used], np.minimum(mass, 1.0))
 
 
 def _check_documents(cu_seqlens, length: int, where: str) -> np.ndarray:
@@ -232,15 +220,15 @@ class ShardBuffer:
 
     def add(self, sample: Sample) -> None:
         self.samples += 1
-        self.positions += sample.counts.size
-        self._counts.append(sample.counts)
+        self.positions += sample.rows.counts.size
+        self._counts.append(sample.rows.counts)
         parts = {
             "token_hash": np.array([token_hash(sample.tokens.astype("<i4").tobytes())], "<u8"),
             "tokens": pack_tokens(sample.tokens, self.spec),
             "loss_mask": np.packbits(sample.loss_mask, bitorder="little"),
             "cu_seqlens": sample.cu_seqlens.astype("<i4"),
-            "row_size": sample.counts.size,
-            **(self._compact(sample) if self.spec.codec == "compact" else self._plain(sample)),
+            "row_size": sample.rows.counts.size,
+            **CODECS[self.spec.codec].encode(sample.rows, self.spec),
             **{f"log_z.{index}": column for index, column in enumerate(sample.log_z)},
         }
         if sample.hidden is not None:
@@ -248,59 +236,27 @@ class ShardBuffer:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
-    def _compact(self, sample: Sample) -> dict:
-        if not sample.counts.size:
-            bottom, layout = np.zeros(0, np.uint16), np.zeros(0, np.uint8)
-            stream, high_bytes = np.zeros(0, np.uint8), 0
-        else:
-            bottom, layout, stream, high_bytes = codec.encode(
-                sample.ids, sample.logprobs, sample.counts, self.spec.vocab_size
-            )
-        return {
-            "mass": codec.code_mass(sample.mass).astype("<f2"),
-            "bottom": bottom.astype("<u2"),
-            "layout": layout,
-            "high_bytes": np.array([high_bytes], "<u4"),
-            "stream": stream,
-        }
-
-    def _plain(self, sample: Sample) -> dict:
-        halves = np.maximum(sample.logprobs, -LARGEST_HALF).astype("<f2")
-        row = np.repeat(np.arange(sample.counts.size), sample.counts)
-        size = halves.view("<u2").astype(np.int64) & 0x7FFF  # rises as the probability falls
-        key = (row << 15 | size) << 20 | sample.ids
-        key.sort()
-        ids, size = key & (MAX_VOCAB_SIZE - 1), key >> 20 & 0x7FFF
-        parts = {
-            "mass": sample.mass.astype("<f4"),
-            "ids": (ids & 0xFFFF).astype("<u2"),
-            "logprobs": np.where(size, size | 0x8000, 0).astype("<u2").view("<f2"),
-        }
-        if wide_tokens(self.spec):
-            high = np.zeros((ids.size + 1) & ~1, np.uint8)
-            high[: ids.size] = ids >> 16
-            parts["ids_high"] = high[0::2] | high[1::2] << 4
-        return parts
-
     def tensors(self) -> dict[str, np.ndarray]:
         """Everything a shard file holds."""
         parts = self._parts
-        offsets = {"token_offsets": "tokens", "document_offsets": "cu_seqlens"}
-        offsets |= (
-            {"stream_offsets": "stream"}
-            if self.spec.codec == "compact"
-            else {"entry_offsets": "ids"}
-        )
         tensors = {
             name: np.concatenate(arrays) for name, arrays in parts.items() if name != "row_size"
         }
-        for name, source in offsets.items():
-            tensors[name] = _offsets([array.shape[0] for array in parts[source]])
+        for pointer, source in self._pointed.items():
+            tensors[pointer] = _offsets([array.shape[0] for array in parts[source]])
         tensors["row_offsets"] = _offsets(parts["row_size"])
         counts = np.concatenate(self._counts)
         if (counts != self.spec.topk).any():
             tensors["counts"] = counts.astype("<u4")
         return tensors
+
+    @property
+    def _pointed(self) -> dict[str, str]:
+        """Name of a tensor of offsets: a tensor whose parts it bounds."""
+        codec = CODECS[self.spec.codec]
+        lengths = {shape[0]: name for name, (_, shape) in codec.tensors(self.spec).items()}
+        own = {pointer: lengths[length] for pointer, length in codec.pointers.items()}
+        return {"token_offsets": "tokens", "document_offsets": "cu_seqlens"} | own
 
 
 def _offsets(sizes: list[int]) -> np.ndarray:

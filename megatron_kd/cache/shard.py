@@ -1,7 +1,7 @@
 """One shard: a safetensors file with a fixed set of named tensors over a range of samples.
 
-Letters: S samples, T tokens, R stored rows, E stored entries, D hidden size, all of this shard; n
-    and K of one sample.
+Letters: S samples, T tokens, R stored rows, all of this shard; n tokens and K candidates of one
+sample.
 """
 
 import json
@@ -11,58 +11,46 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
+from megatron_kd.cache.codecs import CODECS
+from megatron_kd.cache.codecs.base import wide_ids
 from megatron_kd.cache.format import FORMAT, VERSION, CacheError, CacheSpec
-from megatron_kd.files import SafetensorsError, SafetensorsHeader, TensorPlace, canonical_json
+from megatron_kd.files import (
+    SafetensorsError,
+    SafetensorsHeader,
+    TensorLayout,
+    TensorPlace,
+    canonical_json,
+)
 
 METADATA_KEY = "megatron_kd"
 OPTIONAL = frozenset({"counts"})  # left out where every row has K candidates
 HIDDEN_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
-def wide_tokens(spec: CacheSpec) -> bool:
-    """Whether an id needs a third byte."""
-    return spec.vocab_size > 1 << 16
+def layout(spec: CacheSpec) -> dict[str, TensorLayout]:
+    """Every tensor a shard of this cache has, those of its codec among them.
 
-
-def layout(spec: CacheSpec) -> dict[str, tuple[str, tuple]]:
-    """Every tensor a shard of this cache has: name → (dtype, shape); a string in a shape is a
-    length to be found.
-
-    `counts` is left out where every row has K entries.
+    Lengths by name: S samples, T tokens, R rows, and others that occur in one tensor alone or
+    belong to the codec. `counts` is left out where every row has K candidates.
     """
-    tensors: dict[str, tuple[str, tuple]] = {
+    tensors: dict[str, TensorLayout] = {
         "token_hash": ("U64", ("S",)),
         "token_offsets": ("U64", ("S+1",)),
         "row_offsets": ("U64", ("S+1",)),
         "document_offsets": ("U64", ("S+1",)),
         "cu_seqlens": ("I32", ("documents",)),
-        "tokens": ("U8", ("T", 3)) if wide_tokens(spec) else ("U16", ("T",)),
+        "tokens": ("U8", ("T", 3)) if wide_ids(spec.vocab_size) else ("U16", ("T",)),
         "loss_mask": ("U8", ("mask_bytes",)),
         "counts": ("U32", ("R",)),
     }
-    if spec.codec == "compact":
-        tensors |= {
-            "mass": ("F16", ("R",)),
-            "bottom": ("U16", ("R",)),
-            "layout": ("U8", ("R",)),
-            "high_bytes": ("U32", ("S",)),
-            "stream_offsets": ("U64", ("S+1",)),
-            "stream": ("U8", ("stream_bytes",)),
-        }
-    else:
-        tensors |= {
-            "mass": ("F32", ("R",)),
-            "entry_offsets": ("U64", ("S+1",)),
-            "ids": ("U16", ("E",)),
-            "logprobs": ("F16", ("E",)),
-        }
-        if wide_tokens(spec):
-            tensors["ids_high"] = ("U8", ("high_bytes",))
     for index in range(len(spec.temperatures)):
         tensors[f"log_z.{index}"] = ("F32", ("R",))
     if spec.hidden_size:
         tensors["hidden"] = (HIDDEN_NAMES[spec.hidden_dtype], ("R", spec.hidden_size))
-    return tensors
+    codec = CODECS[spec.codec]
+    own = codec.tensors(spec) | {name: ("U64", ("S+1",)) for name in codec.pointers}
+    assert not set(own) & set(tensors), f"the codec {spec.codec} uses a name of the format"
+    return tensors | own
 
 
 @dataclass(frozen=True)
@@ -82,6 +70,7 @@ class ShardHead:
 def serialize(spec: CacheSpec, head: ShardHead, tensors: dict[str, np.ndarray]) -> bytes:
     """The bytes of a shard. BF16 halves come as uint16 and are renamed in the header."""
     expected = layout(spec)
+    assert set(tensors) - OPTIONAL == set(expected) - OPTIONAL, "the codec's tensors differ"
     payload = safetensors.numpy.save(tensors, {METADATA_KEY: head.as_text()})
     if "hidden" in tensors and expected["hidden"][0] == "BF16":
         payload = _rename_dtype(payload, "hidden", "BF16")
@@ -135,7 +124,7 @@ def parse_header(
 
 def pack_tokens(tokens: np.ndarray, spec: CacheSpec) -> np.ndarray:
     """[T] integer tokens to the stored form."""
-    if not wide_tokens(spec):
+    if not wide_ids(spec.vocab_size):
         return tokens.astype("<u2")
     return tokens.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].copy()
 

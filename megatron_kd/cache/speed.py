@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from megatron_kd.cache.codecs import CODECS
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.writer import CacheWriter
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    for codec in ("compact", "fp16"):
+    for codec in CODECS:
         found = measure(codec, args.vocab_size, args.topk, args.repeats)
         print(
             f"{codec:8} {found['bytes_per_position']:6.1f} bytes/position; "

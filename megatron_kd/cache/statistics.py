@@ -9,21 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_kd.cache.codecs import CODECS
 from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.shard import parse_header
 from megatron_kd.files import MAX_HEADER_BYTES
 
-# What a tensor's bytes are spent on, for the breakdown
+# What the bytes of the format's own tensors are spent on; a codec names those of its own.
 GROUPS = {
-    "stream": "ids and log-probabilities",
-    "ids": "ids",
-    "ids_high": "ids",
-    "logprobs": "log-probabilities",
-    "bottom": "row headers",
-    "layout": "row headers",
     "counts": "row headers",
-    "mass": "mass",
     "tokens": "tokens",
     "hidden": "hidden states",
 }
@@ -43,9 +37,8 @@ class CacheStatistics:
     """Share of positions whose next token is among the kept candidates."""
     label_first: float
     """Share of positions whose next token is the teacher's first choice."""
-    rank_quantiles_nats: (
-        np.ndarray
-    )  # [3, K] fp32: 10, 50 and 90 % of the log-probability at each rank
+    rank_quantiles_nats: np.ndarray
+    """[3, K] fp32: the 10, 50 and 90 % quantile of the log-probability at each rank."""
     bytes_per_position: dict[str, float]
     """Of the whole cache, by what they are spent on; headers and offsets are "the rest"."""
 
@@ -109,6 +102,9 @@ def _quantiles(ranks: np.ndarray) -> np.ndarray:
 def _bytes_per_position(reader: CacheReader) -> dict[str, float]:
     """From the headers of the shards; local files only know their own."""
     spent: dict[str, int] = defaultdict(int)
+    groups = {**GROUPS, **CODECS[reader.spec.codec].groups}
+    for index in range(len(reader.spec.temperatures)):
+        groups[f"log_z.{index}"] = "log normalisers"
     for entry in reader.shards:
         path = reader.shard_path(entry)
         with open(path, "rb") as file:
@@ -116,9 +112,8 @@ def _bytes_per_position(reader: CacheReader) -> dict[str, float]:
             _, places = parse_header(path, file.read(8 + MAX_HEADER_BYTES), size, reader.spec)
         rest = size
         for name, place in places.items():
-            group = "log normalisers" if name.startswith("log_z.") else GROUPS.get(name)
-            if group:
-                spent[group] += place.bytes
+            if name in groups:
+                spent[groups[name]] += place.bytes
                 rest -= place.bytes
         spent["the rest"] += rest
     positions = reader.manifest["positions"]

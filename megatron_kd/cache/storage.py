@@ -73,9 +73,8 @@ class Remote:
 
     def __init__(self, url: str, local_folder, max_local_bytes: int):
         self.url, self.max_local_bytes = url.rstrip("/"), max_local_bytes
-        self.name_space = (
-            ""  # set by the reader: copies of other caches are not taken for this one's
-        )
+        # Set by the reader, so that copies of other caches are not taken for this one's.
+        self.name_space = ""
         self._given = None if local_folder is None else Path(local_folder)
         self._forget()
 

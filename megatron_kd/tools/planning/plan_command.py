@@ -11,6 +11,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.filesize import decimal
 
+from megatron_kd.cache.codecs import CODECS, bytes_per_position
 from megatron_kd.config import DistillConfig, from_recipe
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.planning import plan_tables
@@ -21,7 +22,6 @@ from megatron_kd.tools.planning.run_settings import from_config, split_manifest
 from megatron_kd.tools.planning.stage_memory import ONLINE
 from megatron_kd.tools.planning.time_cost import (
     EFFICIENCY,
-    cache_bytes_per_position,
     capture_seconds,
 )
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--teacher", metavar="DIR", help="Hugging Face directory (default: teacher.hf_path)"
     )
     parser.add_argument("--topk", type=int, metavar="K", help="default: the cache's, or 100")
-    parser.add_argument("--codec", default="compact", help="compact or fp16 (default compact)")
+    parser.add_argument("--codec", default="compact", help=f"{', '.join(CODECS)} (default compact)")
     parser.add_argument(
         "--efficiency",
         type=float,
@@ -82,7 +82,7 @@ def make_plan(args: argparse.Namespace) -> tuple[RunPlan, DistillConfig]:
     plan = RunPlan(student, teacher, settings, chosen, args.efficiency)
     # Fails here, with its reason, if layers or the codec do not fit.
     plan.stages(plan.impl)
-    cache_bytes_per_position(student.vocab_size, settings.topk, args.codec)
+    bytes_per_position(args.codec, student.vocab_size, settings.topk)
     return plan, config
 
 
@@ -110,7 +110,7 @@ def data_size(plan: RunPlan, config: DistillConfig) -> DataSize:
 def data_lines(plan: RunPlan, config: DistillConfig, args) -> list[str]:
     size, settings = data_size(plan, config), plan.settings
     tokens = size.samples * settings.sequence_length
-    each = cache_bytes_per_position(plan.student.vocab_size, settings.topk, args.codec)
+    each = bytes_per_position(args.codec, plan.student.vocab_size, settings.topk)
     step = plan.step(plan.impl)
     lines = [
         f"[bold]Training:[/bold] {step.total_s:.3g} s per step, "

@@ -8,7 +8,6 @@ A matrix product of m × k × n counts 2mkn; causal attention half of the full s
 Data- and context-parallel messages are taken as hidden behind the products.
 """
 
-import math
 from dataclasses import dataclass
 
 from megatron_kd.tools.planning.gpus import GPU
@@ -35,8 +34,6 @@ LOGIT_TRAFFIC = {
     "online_dense": 32,
     "fused_online": 24,
 }
-# Bits of a candidate's log-probability under the compact codec.
-VALUE_BITS = 9.0
 
 
 @dataclass(frozen=True)
@@ -107,18 +104,6 @@ def capture_seconds(
     """One GPU's time for one forward pass of the teacher over the data, in bf16."""
     flops = forward_flops(teacher, sequence_length) + 2 * teacher.vocab_size * teacher.hidden_size
     return tokens * flops / (gpu.bf16_tflops * 1e12 * efficiency)
-
-
-def cache_bytes_per_position(vocab_size: int, topk: int, codec: str) -> float:
-    """Of a supervised position, its token included; see docs/cache-format.md."""
-    token = 2 if vocab_size <= 1 << 16 else 3
-    if codec == "fp16":
-        return topk * (4 if vocab_size <= 1 << 16 else 4.5) + 4 + token
-    if codec != "compact":
-        raise ValueError(f"--codec must be compact or fp16, not {codec}")
-    # K distinct ids out of V, as a set, cost about log2(V / K) + 1.44 bits each.
-    bits = topk * (max(0.0, math.log2(vocab_size / topk)) + 1.44 + VALUE_BITS)
-    return bits / 8 + 5 + token
 
 
 def _recomputed_share(student: ModelShape, settings: RunSettings) -> float:

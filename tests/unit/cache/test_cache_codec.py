@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from cache_samples import assert_rows, by_id, canonical, make_rows, make_sample, write_cache
 
-from megatron_kd.cache import CacheReader, codec
+from megatron_kd.cache import CacheReader
+from megatron_kd.cache.codecs import compact
 
 TOLERANCE_NATS = {"compact": 0.005, "fp16": 0.008}  # that of halves is below -16 nats
 
@@ -15,11 +16,11 @@ def roundtrip(ids, logprobs, vocab_size):
     order = np.argsort(np.where(used, ids, vocab_size), axis=1)
     ids, logprobs = np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
     used, counts = np.take_along_axis(used, order, 1), used.sum(axis=1)
-    mass = codec.decode_mass(codec.code_mass(np.exp(logprobs.astype(np.float64)).sum(axis=1)))
-    bottom, layout, stream, high_bytes = codec.encode(
+    mass = compact.decode_mass(compact.code_mass(np.exp(logprobs.astype(np.float64)).sum(axis=1)))
+    bottom, layout, stream, high_bytes = compact.encode(
         ids[used], logprobs[used].astype(np.float64), counts, vocab_size
     )
-    got = codec.decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, ids.shape[1])
+    got = compact.decode(stream, high_bytes, bottom, layout, counts, mass, vocab_size, ids.shape[1])
     return (*got, stream.size / len(ids))
 
 
@@ -155,7 +156,7 @@ def test_size_of_the_whole_file(tmp_path, vocab_size, shape, spread_ids, limit_b
 
 def test_mass_keeps_both_ends():
     mass = np.array([0.0, 1e-4, 0.3, 0.5, 0.51, 0.9, 0.9999, 1 - 1e-6, 1.0])
-    got = codec.decode_mass(codec.code_mass(mass)).astype(np.float64)
+    got = compact.decode_mass(compact.code_mass(mass)).astype(np.float64)
     np.testing.assert_allclose(got[:4], mass[:4], rtol=5e-4)
     np.testing.assert_allclose(1 - got[4:], 1 - mass[4:], rtol=5e-2, atol=6e-8)
     assert got[0] == 0 and got[-1] == 1
@@ -166,7 +167,7 @@ def test_broken_streams_are_refused_not_believed(damage):
     rng = np.random.default_rng(7)
     ids, logprobs = (np.sort(x, 1) for x in make_rows(rng, 30, 5000, 20))
     counts = np.full(30, 20)
-    bottom, layout, stream, high_bytes = codec.encode(
+    bottom, layout, stream, high_bytes = compact.encode(
         ids.ravel(), logprobs.ravel().astype(np.float64), counts, 5000
     )
     at = stream.size // 2
@@ -177,4 +178,4 @@ def test_broken_streams_are_refused_not_believed(damage):
         fill = {"ones": 255, "zeros": 0, "noise": rng.integers(0, 256, stream.size - at)}[damage]
         stream[at:] = fill
     with pytest.raises(ValueError):
-        codec.decode(stream, high_bytes, bottom, layout, None, np.ones(30, np.float32), 5000, 20)
+        compact.decode(stream, high_bytes, bottom, layout, None, np.ones(30, np.float32), 5000, 20)

@@ -11,6 +11,7 @@ import pytest
 from cache_samples import make_sample, make_samples, write_cache
 
 from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
+from megatron_kd.cache.codecs import RowEntries
 from megatron_kd.cache.format import seal
 from megatron_kd.cache.sample import Sample
 from megatron_kd.cache.writer import open_directory, publish_manifest
@@ -368,10 +369,12 @@ def test_a_huge_k_over_many_rows_is_refused_before_allocation(tmp_path, codec):
         tokens=np.zeros(rows + 1, np.int32),
         loss_mask=np.arange(rows + 1) < rows,
         cu_seqlens=np.array([0, rows + 1], np.int32),
-        counts=np.ones(rows, np.int64),
-        ids=np.zeros(rows, np.int64),
-        logprobs=np.zeros(rows),
-        mass=np.ones(rows),
+        rows=RowEntries(
+            counts=np.ones(rows, np.int64),
+            ids=np.zeros(rows, np.int64),
+            logprobs=np.zeros(rows),
+            mass=np.ones(rows),
+        ),
         log_z=[],
         hidden=None,
     )

@@ -137,7 +137,7 @@ def test_decode_finds_what_checksums_cannot(path, monkeypatch):
     """A writer's fault is inside the checksum."""
     assert verify_cache(path, decode=True) == []
     monkeypatch.setattr(
-        "megatron_kd.cache.codec.low_bits", lambda counts, vocab_size: counts * 0 + 30
+        "megatron_kd.cache.codecs.compact.low_bits", lambda counts, vocab_size: counts * 0 + 30
     )
     problems = verify_cache(path, decode=True)
     assert len(problems) == len(CacheReader(path).shards)

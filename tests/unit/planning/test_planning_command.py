@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_kd.cache import CacheWriter
+from megatron_kd.cache.codecs import bytes_per_position
 from megatron_kd.cli import main
 from megatron_kd.config import from_recipe
 from megatron_kd.tools.planning.gpus import gpu
@@ -17,7 +18,6 @@ from megatron_kd.tools.planning.memory_figure import figure_of
 from megatron_kd.tools.planning.model_shape import shape_of_directory
 from megatron_kd.tools.planning.plan_command import add_arguments, make_plan
 from megatron_kd.tools.planning.run_settings import Recompute, from_config
-from megatron_kd.tools.planning.time_cost import cache_bytes_per_position
 
 GIB = 1 << 30
 
@@ -164,7 +164,7 @@ def test_refuses_in_one_line(recipe, override, message, capsys):
         (["--gpu", "h20"], "did you mean h200"),
         (["--ranks", "0"], "--ranks must be 1 or more"),
         (["--efficiency", "1.5"], "--efficiency must lie"),
-        (["--codec", "zip"], "--codec must be compact or fp16"),
+        (["--codec", "zip"], "codec must be one of compact, fp16, not zip"),
     ],
 )
 def test_refuses_options(recipe, options, message, capsys):
@@ -192,7 +192,7 @@ def test_cache_size_against_a_written_cache(tmp_path, codec):
     written = sum(shard["bytes"] for shard in manifest["shards"]) / manifest["positions"]
     # A small shard's header takes some 20 bytes of every position.
     header = 2500 / manifest["positions"]
-    assert cache_bytes_per_position(vocab, k, codec) == pytest.approx(written - header, rel=0.1)
+    assert bytes_per_position(codec, vocab, k) == pytest.approx(written - header, rel=0.1)
 
 
 def test_data_on_disk_says_length_and_size(recipe, tmp_path, capsys):

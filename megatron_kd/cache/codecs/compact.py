@@ -1,27 +1,92 @@
 """The compact code of top-K rows: ids as a set by Elias-Fano, log-probabilities by a Rice code on a
 fixed grid.
 
-Letters: R rows, k candidates of a row, E = sum of k over the rows, V vocabulary, q = -log p / STEP
-    rounded, b the row's
-largest q, e = b - q. The layout is described, bit by bit, in docs/cache-format.md.
-
 Why these: K ids out of V need about log2(V/K) + 1.44 bits each as a set and 17 as a list; most of K
-candidates lie close above the row's smallest one, so e is small and a Rice code (r low bits, the
-rest in unary) needs some 9 bits where a fixed width needs 11. A grid fixed in nats bounds the error
-for every row, whatever its range.
+candidates lie close above the row's smallest one, so their distance from it is small, and a Rice
+code (r low bits, the rest in unary) needs some 9 bits where a fixed width needs 11. A grid fixed in
+nats bounds the error for every row, whatever its range.
+
+Letters: R rows, k candidates of a row, E the sum of k over the rows, V vocabulary; q a candidate's
+code, -log p / STEP_NATS rounded; b the row's largest code; e = b - q. The layout is described, bit
+by bit, in docs/cache-format.md.
 """
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
+
+from megatron_kd.cache.codecs.base import Codec, RowEntries, RowSpec
+from megatron_kd.files import TensorLayout
 
 STEP_NATS = 5 / 512  # a binary fraction: q * STEP_NATS is exact in fp32, the error at most 5/1024
 MAX_CODE = 61440  # 600 nats: smaller probabilities are stored as e^-600, which is 0 in fp32
 BLOCK_ROWS = 256  # rows decoded at a time, so that the passes over them stay in the core's cache
 MAX_VALUE_LOW = 16  # more low bits than any code has
 FIXED = 0x80  # flag in `layout`: this row's e has no unary part
-TOP_SHARE = (
-    2 / 3
-)  # of the mass; from there the top candidate is known better from the mass than from its code
-MIN_MASS = 2.0**-13  # below it a half-precision mass is too coarse for that
+# Share of the mass from which a row's first candidate is known better from the mass than from its
+# code, and the mass below which half precision is too coarse for that.
+TOP_SHARE = 2 / 3
+MIN_MASS = 2.0**-13
+ID_SET_BITS = 1.44  # a candidate of a set takes these beside log2(V / K)
+VALUE_BITS = 9.0  # of a candidate's e, on average over a language model's rows
+
+
+class Compact(Codec):
+    """Sets of ids and a Rice code of log-probabilities: the smallest, at some cost in speed."""
+
+    groups = {
+        "mass": "mass",
+        "bottom": "row headers",
+        "layout": "row headers",
+        "stream": "ids and log-probabilities",
+    }
+    pointers = {"stream_offsets": "stream_bytes"}
+
+    def tensors(self, spec: RowSpec) -> dict[str, TensorLayout]:
+        return {
+            "mass": ("F16", ("R",)),
+            "bottom": ("U16", ("R",)),
+            "layout": ("U8", ("R",)),
+            "high_bytes": ("U32", ("S",)),
+            "stream": ("U8", ("stream_bytes",)),
+        }
+
+    def encode(self, rows: RowEntries, spec: RowSpec) -> dict[str, np.ndarray]:
+        if rows.counts.size:
+            bottom, layout, stream, high_bytes = encode(
+                rows.ids, rows.logprobs, rows.counts, spec.vocab_size
+            )
+        else:
+            bottom, layout = np.zeros(0, np.uint16), np.zeros(0, np.uint8)
+            stream, high_bytes = np.zeros(0, np.uint8), 0
+        return {
+            "mass": code_mass(rows.mass).astype("<f2"),
+            "bottom": bottom.astype("<u2"),
+            "layout": layout,
+            "high_bytes": np.array([high_bytes], "<u4"),
+            "stream": stream,
+        }
+
+    def decode(
+        self, parts: Mapping[str, np.ndarray], counts: np.ndarray | None, spec: RowSpec
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        mass = decode_mass(parts["mass"])
+        ids, logprobs = decode(
+            parts["stream"],
+            int(parts["high_bytes"][0]),
+            parts["bottom"],
+            parts["layout"],
+            counts,
+            mass,
+            spec.vocab_size,
+            spec.topk,
+        )
+        return ids, logprobs, mass
+
+    def bytes_per_position(self, vocab_size: int, topk: int) -> float:
+        id_bits = max(0.0, math.log2(vocab_size / topk)) + ID_SET_BITS
+        return topk * (id_bits + VALUE_BITS) / 8 + 5  # mass, bottom and layout
 
 
 def low_bits(counts: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -257,9 +322,8 @@ def _pack(field: np.ndarray, width: np.ndarray) -> np.ndarray:
     begin = end - width
     word, shift = begin >> 6, (begin & 63).astype(np.uint64)
     words = np.zeros((total >> 6) + 2, np.uint64)
-    heads = np.flatnonzero(
-        np.diff(word, prepend=-1)
-    )  # fields are disjoint: adding them is or-ing them
+    heads = np.flatnonzero(np.diff(word, prepend=-1))
+    # Fields are disjoint, so that adding them is or-ing them.
     words[word[heads]] = np.add.reduceat(field << shift, heads)
     spill = (begin & 63) + width > 64  # at most one field leaves each word
     words[word[spill] + 1] |= field[spill] >> (np.uint64(64) - shift[spill])
