@@ -58,6 +58,17 @@ COMMANDS = {
 ENGINES["megatron"] = "megatron_kd.host.megatron_engine.engine:MegatronEngine"
 
 
+def recapture(folder, shards) -> dict:
+    """What `verify --repair` captures shards again with; see `megatron_kd.cache.verify`."""
+    from megatron_kd.teacher.capture.shards import recapture  # loads PyTorch
+
+    return recapture(folder, shards)
+
+
+HANDED = {"verify": {"recapture": recapture}}
+"""Command: what it is handed because it must not import it."""
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-kd", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -76,7 +87,7 @@ def main(argv=None) -> int:
     command = importlib.import_module(COMMANDS[name][0])
     args = parser_of(name, command).parse_args(arguments[1:])
     try:
-        return command.run(args)
+        return command.run(args, **HANDED.get(name, {}))
     except (ValueError, OSError) as error:  # bad input: the message is the whole story
         print(f"megatron-kd {name}: {error}", file=sys.stderr)
         return 1

@@ -250,7 +250,7 @@ class SafetensorsHeader:
                 tensors overlap, leave a gap or do not fill the file.
         """
         if set(self.entries) - optional != set(layout) - optional:
-            differing = sorted(set(self.entries) ^ set(layout) - optional)
+            differing = sorted((set(self.entries) ^ set(layout)) - optional)
             raise SafetensorsError(f"its tensors are not those expected; differing: {differing}")
         known = dict(lengths or {})
         data_bytes = self.file_bytes - self.data_start

@@ -12,6 +12,11 @@ INK, FILL, FAINT = "#1f2937", "#2563eb", "#93c5fd"
 
 def draw(statistics: CacheStatistics, title: str, path: str | os.PathLike) -> None:
     """Writes the figure; the file's ending says in which format."""
+    figure_of(statistics, title).savefig(path, dpi=130)
+
+
+def figure_of(statistics: CacheStatistics, title: str) -> Figure:
+    """Four panels: mass and entropy over the positions, log-probability by rank, and bytes."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     figure.suptitle(title, fontsize=12, color=INK)
     panels = figure.subplots(2, 2)
@@ -21,7 +26,7 @@ def draw(statistics: CacheStatistics, title: str, path: str | os.PathLike) -> No
     _bytes(panels[1, 1], statistics)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def _mass(axes, statistics: CacheStatistics) -> None:

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_kd.cache.figure import draw
 from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.statistics import CacheStatistics, cache_statistics
@@ -64,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         for index in _spread(len(reader), args.samples):
             console.print(sample_table(reader, index, args.positions, decode))
         if args.png:
+            from megatron_kd.cache.figure import draw  # matplotlib is slow to import
+
             file = args.png if len(caches) == 1 else _beside(args.png, os.path.basename(path))
             draw(statistics, _title(reader), file)
             console.print(f"figure: {file}")

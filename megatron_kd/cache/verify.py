@@ -1,10 +1,9 @@
 """Check every byte of a cache against its manifest; with --repair, capture what is broken again."""
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,14 +173,35 @@ def _decode_all(path: str | os.PathLike, entries: list[ShardEntry]) -> list[Prob
     return problems
 
 
-def repair_cache(path: str | os.PathLike, problems: list[Problem]) -> list[str]:
+Recapture = Callable[[Path, Sequence[int] | None], dict]
+"""What makes shards of a cache again: called with its directory and the shards, ascending, or None
+for those that are missing from an unfinished cache. It returns the manifest of the complete cache.
+"""
+
+
+def no_recapture(folder: Path, shards: Sequence[int] | None) -> dict:
+    """Refuses, where nothing was handed over that could ask the teacher again."""
+    lost = "missing shards" if shards is None else f"shards {', '.join(map(str, shards))}"
+    raise CacheError(
+        f"{folder}: {lost} can only be captured again with the teacher; use `megatron-kd verify "
+        "--repair`, or hand repair_cache a recapture"
+    )
+
+
+def repair_cache(
+    path: str | os.PathLike, problems: list[Problem], recapture: Recapture = no_recapture
+) -> list[str]:
     """Puts right what `verify_cache` found; only broken and missing shards are captured again.
+
+    Args:
+        recapture: Makes those shards; called only where there are any.
 
     Returns:
         What was done, a sentence each.
 
     Raises:
-        CacheError: The manifest and its copy are both lost.
+        CacheError: The manifest and its copy are both lost, or shards are and there is nothing to
+            capture them again with.
     """
     if is_remote(os.fspath(path)):
         raise CacheError(
@@ -215,8 +235,7 @@ def repair_cache(path: str | os.PathLike, problems: list[Problem]) -> list[str]:
             file.rename(file.with_name(file.name + BROKEN_SUFFIX))
     shards = sorted({problem.entry.shard for problem in problems if problem.entry is not None})
     if shards or manifest is None:
-        resume = importlib.import_module("megatron_kd.teacher.capture.command").resume
-        made = resume(folder, shards if manifest is not None else None)
+        made = recapture(folder, shards if manifest is not None else None)
         names = ", ".join(str(shard) for shard in shards) or "the missing ones"
         done.append(f"shards captured again: {names}")
         if manifest is not None and made["fingerprint"] != manifest[0]["fingerprint"]:
@@ -244,14 +263,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, recapture: Recapture = no_recapture) -> int:
     broken = False
     for folder in find_caches(args.cache):
         problems = _verify_with_progress(folder, args.decode)
         for problem in problems:
             print(f"{folder}: {problem}")
         if problems and args.repair:
-            for sentence in repair_cache(folder, problems):
+            for sentence in repair_cache(folder, problems, recapture):
                 print(f"{folder}: {sentence}")
             problems = _verify_with_progress(folder, args.decode)
             for problem in problems:

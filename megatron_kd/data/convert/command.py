@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.cache.format import CODECS, CacheError
+from megatron_kd.cache.codecs import CODECS
+from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, CacheWriter
 from megatron_kd.data.convert.distillkit import CONFIG_NAME, Compression, captured_samples
 from megatron_kd.data.convert.megatron import read_meta, saved_samples

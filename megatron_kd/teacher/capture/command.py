@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_kd.cache.format import CODECS, HIDDEN_DTYPES, SAMPLINGS
+from megatron_kd.cache.codecs import CODECS
+from megatron_kd.cache.format import HIDDEN_DTYPES, SAMPLINGS
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS
 from megatron_kd.teacher.capture.engine_arguments import (
     add_engine_arguments,
@@ -18,13 +19,10 @@ from megatron_kd.teacher.capture.engine_arguments import (
 from megatron_kd.teacher.capture.job import CaptureJob
 from megatron_kd.teacher.capture.sample_documents import find_splits
 from megatron_kd.teacher.capture.shards import capture
-from megatron_kd.teacher.capture.shards import recapture as resume  # what verify asks for
 from megatron_kd.teacher.capture.signals import Stopped, stoppable
 from megatron_kd.teacher.capture.workers import Worker
 from megatron_kd.teacher.engines import engine_class, explained_absence
 from megatron_kd.teacher.engines.base import EngineError
-
-__all__ = ["add_arguments", "resume", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

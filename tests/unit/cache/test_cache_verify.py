@@ -4,21 +4,17 @@ import errno
 import os
 import random
 import shutil
-import sys
 import types
 
 import fsspec
-import numpy as np
 import pytest
 from cache_samples import make_samples, write_cache
 
 from megatron_kd import cli
-from megatron_kd.cache import CacheReader, CacheSpec, ShardWriter, reopen
+from megatron_kd.cache import CacheDirectory, CacheError, CacheReader, CacheSpec, ShardWriter
 from megatron_kd.cache.format import read_json
-from megatron_kd.cache.statistics import cache_statistics
 from megatron_kd.cache.storage import Directory
-from megatron_kd.cache.verify import find_caches, verify_cache
-from megatron_kd.cache.writer import finished_shards, publish_manifest
+from megatron_kd.cache.verify import find_caches, repair_cache, verify_cache
 
 COUNT = 24
 
@@ -152,10 +148,12 @@ def capture(monkeypatch):
         samples = make_samples(count=COUNT)
         if (path / "manifest.json").exists():
             entries = CacheReader(path).shards
-            reopen(path, without=shards)
+            CacheDirectory(path).reopen(without=shards)
         else:
             entries = plan_of(path)
-            shards = sorted({entry.shard for entry in entries} - set(finished_shards(path)))
+            shards = sorted(
+                {entry.shard for entry in entries} - set(CacheDirectory(path).finished())
+            )
         spec = CacheSpec.from_dict(read_json(path / "spec.json"))
         for shard in shards:
             writer = ShardWriter(path, spec, shard, entries[shard].first_sample)
@@ -163,16 +161,14 @@ def capture(monkeypatch):
                 writer.append(*samples[entries[shard].first_sample + number])
             writer.publish()
             made.append(shard)
-        return publish_manifest(path, samples=COUNT)
+        return CacheDirectory(path).publish_manifest(samples=COUNT)
 
     known = {}
 
     def plan_of(path):
         return known[path.name]
 
-    module = types.ModuleType("megatron_kd.teacher.capture.command")
-    module.resume = resume
-    monkeypatch.setitem(sys.modules, "megatron_kd.teacher.capture.command", module)
+    monkeypatch.setitem(cli.HANDED, "verify", {"recapture": resume})
     return types.SimpleNamespace(made=made, known=known)
 
 
@@ -191,6 +187,19 @@ def test_repair_captures_only_what_is_broken(path, sound, capture, capsys):
     assert "sound" in capsys.readouterr().out
 
 
+def test_repair_without_a_teacher_says_what_to_use(path):
+    """From Python, nothing captures again unless it is handed over; the cache stays to be seen."""
+    (path / "shard-000002.safetensors").unlink()
+    problems = verify_cache(path)
+    with pytest.raises(CacheError, match="shards 2 can only be .*megatron-kd verify --repair"):
+        repair_cache(path, problems)
+    assert verify_cache(path) == problems
+    asked = []
+    with pytest.raises(KeyError, match="fingerprint"):
+        repair_cache(path, problems, lambda folder, shards: asked.append((folder, shards)) or {})
+    assert asked == [(path, [2])]
+
+
 def test_repair_restores_manifest_and_description(path, sound, capture):
     for name in ("manifest.json", "spec.json"):
         flip(random.Random(5), path, [name])
@@ -207,7 +216,7 @@ def test_repair_finishes_an_interrupted_repair(path, sound, capture):
     capture.known["train"] = CacheReader(path).shards
     file = path / "shard-000003.safetensors"
     file.rename(path / "shard-000003.safetensors.broken")
-    reopen(path, without=[3])
+    CacheDirectory(path).reopen(without=[3])
     assert cli.main(["verify", str(path)]) == 1
     assert cli.main(["verify", str(path), "--repair"]) == 0
     assert contents(path) == contents(sound) and capture.made == [3]
@@ -288,65 +297,6 @@ def test_a_file_the_disk_cannot_read_is_one_problem_among_others(path, monkeypat
 
 
 def test_an_unfinished_cache(path, capsys):
-    reopen(path, without=[0])
+    CacheDirectory(path).reopen(without=[0])
     assert cli.main(["verify", str(path)]) == 1
     assert "unfinished" in capsys.readouterr().out
-
-
-def test_inspect_sends_no_escapes_to_the_terminal(tmp_path, capsys):
-    path = write_cache(tmp_path / "c", make_samples(count=3), licence="MIT\x1b]0;owned\x07")
-    assert cli.main(["inspect", str(path), "--samples", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b]0" not in out and "\\u001b" in out
-
-
-def test_inspect(tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    samples = make_samples(count=COUNT, vocab_size=300, topk=8)
-    for tokens, _, ids, _ in samples[::2]:
-        tokens[1:] = ids[:-1, 0]  # some next tokens among the candidates
-    for split in ("train", "validation"):
-        write_cache(
-            tmp_path / "c" / split,
-            samples,
-            vocab_size=300,
-            teacher={"name": "a teacher"},
-            licence="apache-2.0",
-            codec=rng.choice(["compact", "fp16"]),
-        )
-    png = tmp_path / "figure.png"
-    assert cli.main(["inspect", str(tmp_path / "c"), "--png", str(png), "--samples", "2"]) == 0
-    out = capsys.readouterr().out
-    for text in ("a teacher", "apache-2.0", "mass kept", "entropy", "bytes/position", "Sample 23"):
-        assert text in out, text
-    reader = CacheReader(tmp_path / "c" / "train")
-    assert reader.fingerprint[:20] in out
-    first = reader.rows(0)
-    position, row = first.positions[3], 3
-    assert f"│ {position} " in out
-    assert f"{first.topk_ids[row, 0]} {np.exp(first.topk_logprobs[row, 0]):.3f}" in out
-    for split in ("train", "validation"):
-        figure = tmp_path / f"figure-{split}.png"
-        assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
-
-
-def test_statistics_are_what_they_say(tmp_path):
-    ids = np.array([[1, 2], [3, 4], [5, -1]])
-    probabilities = np.array([[0.5, 0.25], [0.6, 0.4], [0.7, 0.0]])
-    with np.errstate(divide="ignore"):
-        logprobs = np.log(probabilities)
-    tokens = np.array([9, 2, 3, 8])
-    mask = np.array([1, 1, 1, 0])
-    path = write_cache(tmp_path / "c", [(tokens, mask, ids, logprobs)], topk=2, codec="fp16")
-    found = cache_statistics(CacheReader(path))
-    np.testing.assert_allclose(found.mass, [0.75, 1.0, 0.7], atol=1e-6)
-    want = [
-        -(0.5 * np.log(0.5) + 2 * 0.25 * np.log(0.25)),
-        -(0.6 * np.log(0.6) + 0.4 * np.log(0.4)),
-        -(0.7 * np.log(0.7) + 0.3 * np.log(0.3)),
-    ]
-    np.testing.assert_allclose(found.entropy_nats, want, atol=2e-3)
-    assert found.label_kept == pytest.approx(2 / 3) and found.label_first == pytest.approx(1 / 3)
-    assert found.candidates.tolist() == [2, 2, 1]
-    size = CacheReader(path).shards[0].bytes
-    assert found.total_bytes_per_position == pytest.approx(size / 3)
