@@ -361,11 +361,34 @@ def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
             raise ConfigError(f"override {override!r} is not YAML ({error}); {remedy}") from error
     try:
         merged = OmegaConf.merge(
-            _with_includes(Path(path), ()), OmegaConf.from_dotlist(list(overrides))
+            _with_includes(find_recipe(path), ()), OmegaConf.from_dotlist(list(overrides))
         )
         return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
+    """The file of a recipe, or of a fragment, that a user or an `include` names.
+
+    Args:
+        name: A path. Where it leads to no file and begins with `recipes/` or `configs/`, before
+            which `..` may stand, it is looked for among those that come with this package.
+        folder: What a relative path starts from: the working directory, or an including recipe's.
+
+    Returns:
+        The file; where there is none, the path as it was given.
+    """
+    asked = folder / name
+    parts = [part for part in Path(name).parts if part != ".."]
+    if asked.exists() or not parts or parts[0] not in ("recipes", "configs"):
+        return asked
+    package = Path(__file__).parent
+    for shipped in (package, package.parent):  # in an installed package; in a checkout
+        candidate = shipped.joinpath(*parts)
+        if candidate.is_file():
+            return candidate
+    return asked
 
 
 def _with_includes(path: Path, above: tuple):
@@ -383,5 +406,6 @@ def _with_includes(path: Path, above: tuple):
     includes = own.pop("include", [])
     if isinstance(includes, str) or not all(isinstance(entry, str) for entry in includes):
         raise ConfigError(f"{path}: include must be a list of file names")
-    parts = [_with_includes((path.parent / entry).resolve(), (*above, path)) for entry in includes]
+    found = [find_recipe(entry, path.parent).resolve() for entry in includes]
+    parts = [_with_includes(file, (*above, path)) for file in found]
     return OmegaConf.merge(*parts, own)

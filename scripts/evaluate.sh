@@ -62,4 +62,4 @@ for role in teacher student; do
         evaluate "$output/$role/ruler" "$model" ruler --metadata "{\"max_seq_lengths\": [$ruler], \"tokenizer\": \"$model\"}" "$@"
     fi
 done
-"$python" -m megatron_kd.cli retained --student "$output/student" --teacher "$output/teacher"
+"$python" -m megatron_kd retained --student "$output/student" --teacher "$output/teacher"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check and measure the losses on one GPU, in under ten minutes and without a network: scripts/gpu_check.sh [FOLDER]
-# Needs PyTorch with CUDA and what `megatron-kd bench` needs (no Megatron). Takes .venv's Python, else $PYTHON, else python3.
+# Needs PyTorch with CUDA and what `megatron-kd dev bench` needs (no Megatron). Takes .venv's Python, else $PYTHON, else python3.
 # Into FOLDER (default runs/gpu_check): tests.log, paper_gpu.csv, paper_gpu.png, training_step.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,8 +44,8 @@ limited() {
 
 limited 150 tests "$python" -m pytest tests/gpu/test_losses_gpu.py -q -s -p no:cacheprovider 2>&1 | tee "$folder/tests.log"
 grep -Eq '[0-9]+ passed' "$folder/tests.log" && ! grep -Eq '[0-9]+ (failed|error)' "$folder/tests.log" || failed+=(tests)
-limited 330 sweep "$python" -m megatron_kd.cli bench configs/benchmark/paper_gpu.yaml --output "$folder/paper_gpu.csv"
-limited 30 figure "$python" -m megatron_kd.cli plot "$folder/paper_gpu.csv"
+limited 330 sweep "$python" -m megatron_kd dev bench configs/benchmark/paper_gpu.yaml --output "$folder/paper_gpu.csv"
+limited 30 figure "$python" -m megatron_kd dev plot "$folder/paper_gpu.csv"
 limited 75 training "$python" -m pytest tests/gpu/test_training_step_gpu.py -q -s -p no:cacheprovider >"$folder/training_step.log" 2>&1
 cat "$folder/training_step.log"
 

@@ -98,7 +98,7 @@ except ConfigError as error:
     work="python3 -m torch.distributed.run --nnodes=$nodes --nproc-per-node=$ranks_per_node \\
     --rdzv-backend=c10d --rdzv-endpoint=\$address:\$port --rdzv-id=\$SLURM_JOB_ID-\$attempt \\
     --rdzv-conf=is_host=\$((SLURM_NODEID == 0)),join_timeout=600 --max-restarts=0 \\
-    \${survive[@]} scripts/distill.py --config ${recipe@Q} ${overrides[*]@Q}"
+    \${survive[@]} -m megatron_kd distill ${recipe@Q} ${overrides[*]@Q}"
     array=''
     job='$SLURM_JOB_ID'
     forwarded=USR1

@@ -39,7 +39,7 @@ megatron-kd capture --data $out/data --teacher $out/teacher --output $out/cache 
 train() { # name, ranks, overrides …: one run, its log in a file, its progress bar here
     local name=$1 ranks=$2
     shift 2
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node "$ranks" scripts/distill.py --config recipes/quickstart.yaml \
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node "$ranks" -m megatron_kd distill recipes/quickstart.yaml \
         output_dir=$out/"$name" "$@" >"$out/$name.log" || {
         tail -n 30 "$out/$name.log"
         echo "quickstart.sh: training stopped; the whole log is in $out/$name.log" >&2

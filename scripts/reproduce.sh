@@ -47,5 +47,5 @@ OMP_NUM_THREADS=1 megatron-kd study configs/study/laptop.yaml --output "$results
 # (a), memory by component, and (b), the loss alone.
 megatron-kd plan recipes/study.yaml bridge.model.seq_length=8192 --teacher $out/teacher \
     --png "$results/study_memory.png"
-megatron-kd bench configs/benchmark/laptop.yaml --output "$results/loss_sweep.csv"
-megatron-kd plot "$results/loss_sweep.csv"
+megatron-kd dev bench configs/benchmark/laptop.yaml --output "$results/loss_sweep.csv"
+megatron-kd dev plot "$results/loss_sweep.csv"

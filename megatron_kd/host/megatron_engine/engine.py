@@ -1,6 +1,6 @@
 """The teacher in Megatron, sharded over the ranks of a torchrun: for teachers that only fit so.
 
-`torchrun --nproc-per-node 8 -m megatron_kd.cli capture --engine megatron --tensor-parallel 8 …`.
+`torchrun --nproc-per-node 8 -m megatron_kd capture --engine megatron --tensor-parallel 8 …`.
 All ranks hold one teacher together. One of them, the leader, runs the capture; the others follow
 its batches.
 """
@@ -86,7 +86,7 @@ class MegatronEngine(TeacherEngine):
         if cls._ranks is None:
             raise EngineError(
                 "the megatron engine runs under torchrun only; make the missing shards with the "
-                "command that made the cache (torchrun … -m megatron_kd.cli capture …)"
+                "command that made the cache (torchrun … -m megatron_kd capture …)"
             )
 
     @classmethod

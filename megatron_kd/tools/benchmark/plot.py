@@ -1,4 +1,4 @@
-"""Draw a table of `megatron-kd bench`: memory and speed against sequence length, or the ratios.
+"""Draw a table of `megatron-kd dev bench`: memory and speed against sequence length, or the ratios.
 
 A sweep gives the paper's Figure 3, a line per implementation on logarithmic axes, what ran out of
 memory as a cross on the upper edge. A table of --ratios gives bars.
@@ -17,7 +17,7 @@ MARKERS = "osD^vP*X<>hd"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("table", metavar="CSV", help="written by megatron-kd bench")
+    parser.add_argument("table", metavar="CSV", help="written by megatron-kd dev bench")
     parser.add_argument("--png", metavar="FILE", help="default: the table's name with .png")
 
 

@@ -135,14 +135,15 @@ def read_table(path: str | Path) -> list[dict]:
     """Rows with numbers as numbers, None where a cell is empty.
 
     Raises:
-        ValueError: The file is no table of `megatron-kd bench`, or has no rows.
+        ValueError: The file is no table of `megatron-kd dev bench`, or has no rows.
     """
     with Path(path).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         lacking = set(COLUMNS) - set(reader.fieldnames or ())
         if lacking:
             raise ValueError(
-                f"{path} is no table of megatron-kd bench: it lacks {', '.join(sorted(lacking))}"
+                f"{path} is no table of megatron-kd dev bench: it lacks "
+                f"{', '.join(sorted(lacking))}"
             )
         rows = list(reader)
     if not rows:

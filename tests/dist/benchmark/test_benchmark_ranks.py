@@ -74,7 +74,7 @@ def test_sweep_over_ranks(tmp_path, monkeypatch):
         "chunk_tokens: [64], hidden: 2, vocab: 32768, topk: 4, warm_up_iterations: 1, "
         "iterations: 1, threads: 1, memory_limit_gib: 0.5}"
     )
-    assert main(["bench", str(path), "--output", str(table), "--tp", "2"]) == 0
+    assert main(["dev", "bench", str(path), "--output", str(table), "--tp", "2"]) == 0
     rows = {row["implementation"]: row for row in read_table(table)}
     assert {row["tp"] for row in rows.values()} == {2}
     assert rows["in_forward"]["status"] == rows["bare_products"]["status"] == "ok"

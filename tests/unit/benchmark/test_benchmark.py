@@ -322,6 +322,7 @@ def test_side_by_side_measures_every_case_in_every_round():
 
 def test_ratios_refuse_a_disabled_compiler_and_ranks(tmp_path, capsys):
     arguments = [
+        "dev",
         "bench",
         str(CONFIGS / "ratios.yaml"),
         "--ratios",
@@ -337,7 +338,7 @@ def test_ratios_refuse_a_disabled_compiler_and_ranks(tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without GPUs")
 def test_cuda_without_a_gpu_is_refused(tmp_path, capsys):
     path = CONFIGS / "paper_gpu.yaml"
-    assert main(["bench", str(path), "--output", str(tmp_path / "x.csv")]) == 1
+    assert main(["dev", "bench", str(path), "--output", str(tmp_path / "x.csv")]) == 1
     assert "this machine has 0" in capsys.readouterr().err
 
 
@@ -362,12 +363,12 @@ def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys):
         memory_limit_gib=0.12,
     )
     table = tmp_path / "table.csv"
-    assert main(["bench", str(path), "--output", str(table)]) == 0
+    assert main(["dev", "bench", str(path), "--output", str(table)]) == 0
     rows = {row["implementation"]: row for row in read_table(table)}
     statuses = {name: row["status"] for name, row in rows.items()}
     assert statuses == {BARE: "ok", "dense": "out_of_memory", "in_forward": "ok"}
     assert rows["in_forward"]["ratio_to_bare_products"] > 0
-    assert main(["plot", str(table)]) == 0
+    assert main(["dev", "plot", str(table)]) == 0
     assert (tmp_path / "table.png").exists()
 
 

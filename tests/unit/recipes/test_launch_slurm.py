@@ -42,7 +42,7 @@ def test_one_torchrun_per_node(tmp_path):
     assert {"--time=01:00:00", "--signal=B:USR1@300", "--exclusive"} <= set(listed)
     assert "--nnodes=4 --nproc-per-node=8" in script
     assert "--rdzv-backend=c10d --rdzv-endpoint=$address:$port" in script
-    assert f"scripts/distill.py --config '{RECIPE}' 'loss.impl=dense'" in script
+    assert f"-m megatron_kd distill '{RECIPE}' 'loss.impl=dense'" in script
     assert "export NCCL_IB_DISABLE=0" in script
 
 

@@ -1,4 +1,4 @@
-"""Every recipe but the quickstarts: scripts/distill.py --dry-run resolves it against the published
+"""Every recipe but the quickstarts: `distill --dry-run` resolves it against the published
 shapes, for the ranks it is meant for.
 """
 
@@ -37,16 +37,15 @@ CACHES = {
     "minitron-4k": (256000, 4096),
 }
 
-# scripts/distill.py itself, once per recipe, in one process: importing the host takes longest.
+# The command itself, once per recipe, in one process: importing the host takes longest.
 DRY_RUNS = """
-import contextlib, io, json, os, runpy, sys
-main = runpy.run_path(sys.argv[1])["main"]
-for recipe, ranks in json.loads(sys.argv[2]).items():
+import contextlib, io, json, os, sys
+from megatron_kd.cli import main
+for recipe, ranks in json.loads(sys.argv[1]).items():
     os.environ["WORLD_SIZE"] = str(ranks)
-    sys.argv[1:] = ["--config", recipe, "--dry-run"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = main()
+        status = main(["distill", recipe, "--dry-run"])
     print("DONE " + json.dumps([recipe, status, printed.getvalue()]))
 """
 
@@ -98,7 +97,7 @@ def resolved(workplace) -> dict[str, dict]:
 
     ranks = {str(REPOSITORY / "recipes" / f"{name}.yaml"): row[0] for name, row in RECIPES.items()}
     done = subprocess.run(
-        [sys.executable, "-c", DRY_RUNS, str(REPOSITORY / "scripts/distill.py"), json.dumps(ranks)],
+        [sys.executable, "-c", DRY_RUNS, json.dumps(ranks)],
         cwd=workplace,
         env=os.environ | {"MEGATRON_KD_BACKEND": "cpu", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
