@@ -1,10 +1,10 @@
 """Block-packed samples in the host: attention that keeps documents apart, in its `thd` format.
 
-The host (Transformer Engine on GPUs, `cpu_layers` on the CPU) takes one packed sequence per
+The host (Transformer Engine on GPUs, `host.cpu.layers` on the CPU) takes one packed sequence per
 micro-batch, with the places where documents begin, and counts positions from 0 in each of them.
 Under context parallelism every rank holds a part of every document.
 
-S: sequence length, D: documents of a sample (a last one may be all padding).
+s: sequence length, d: documents of a sample (a last one may be all padding).
 """
 
 import torch
@@ -14,11 +14,11 @@ from megatron_kd.data.document_layout import context_parallel_places
 
 
 def on_this_rank(batch: dict, cu_seqlens: torch.Tensor, cp_group) -> dict:
-    """Tensors [1, S, …] of a whole sample → this context-parallel rank's part, [1, S / ranks, …].
+    """Tensors [1, s, …] of a whole sample → this context-parallel rank's part, [1, s / ranks, …].
 
     Args:
         batch: Tensors in host memory; a value may be None.
-        cu_seqlens: [1, D + 1] int32, from 0 to S.
+        cu_seqlens: [1, d + 1] int32, from 0 to s.
         cp_group: Context-parallel ranks.
     """
     if cp_group.size() == 1:
@@ -38,7 +38,7 @@ def parameters(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     distinction.
 
     Args:
-        cu_seqlens: [1, D + 1] int32, in host memory.
+        cu_seqlens: [1, d + 1] int32, in host memory.
     """
     longest = int(cu_seqlens[0].diff().max())
     bounds = cu_seqlens[0].cuda(non_blocking=True)

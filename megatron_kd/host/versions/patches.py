@@ -19,7 +19,7 @@ import torch
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.core import parallel_state
 
-from megatron_kd.host.callbacks.stop_signals import LoaderWorkerSignals
+from megatron_kd.host.loader_signals import LoaderWorkerSignals
 from megatron_kd.host.output_layer import hands_input_through
 
 logger = logging.getLogger(__name__)
