@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,99 @@ def check_a_tap_hands_through_and_knows_the_weight(folder):
     tap.hands_input_through = False
     torch.testing.assert_close(layer(x, weight=tied)[0], x @ tied.T)
     assert len(hooked) == 4
+
+
+class ToyModel(torch.nn.Module):
+    """Calls its output layer and its language-model loss as the host's model does: once for each
+    further token, then for the next one.
+    """
+
+    def __init__(self, further_tokens=0):
+        super().__init__()
+        self.config = SimpleNamespace(mtp_num_layers=further_tokens or None)
+        self.pg_collection = SimpleNamespace(tp=torch.distributed.group.WORLD)
+        self.output_layer = OutputLayer(4, 11, bias=False)
+        self.output_layer.sequence_parallel = False
+
+    def compute_language_model_loss(self, labels, logits):
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.t().flatten(), reduction="none"
+        )
+        return loss.view(logits.shape[:2]).t()
+
+    def forward(self, hidden, labels):
+        losses = []
+        for _ in range((self.config.mtp_num_layers or 0) + 1):
+            output, _ = self.output_layer(hidden)
+            losses.append(self.compute_language_model_loss(labels, output))
+        return losses
+
+
+def offline_loss(model, impl):
+    from megatron_kd.config import HiddenStatesConfig, LossConfig
+    from megatron_kd.host.step.hidden_states import LossWeights
+    from megatron_kd.host.step.offline import OfflineLoss
+
+    return OfflineLoss(model, LossConfig(impl=impl), 11, LossWeights(HiddenStatesConfig()))
+
+
+def loss_inputs():
+    from megatron_kd.host.step.micro_batch import LossInputs
+
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])  # [b, s]
+    ids = torch.arange(2).expand(2, 3, 2).to(torch.int32)
+    logprobs = torch.tensor([0.5, 0.25]).log().expand(2, 3, 2)
+    index = mask.t().reshape(-1).nonzero().squeeze(-1)
+    return LossInputs(ids, logprobs, None, None, mask, index)
+
+
+def check_the_model_is_the_hosts_outside_a_step(folder):
+    from megatron_kd.host.step.distillation_loss import DistillationLoss
+
+    hidden, labels = torch.randn(3, 2, 4), torch.randint(11, (2, 3))
+    for impl in ("dense", "sparse_chunked", "fused_chunked"):
+        model = ToyModel()
+        (before,) = model(hidden, labels)
+        loss = offline_loss(model, impl)
+        assert DistillationLoss.of(model) is loss
+        torch.testing.assert_close(model(hidden, labels)[0], before)
+        loss.begin(loss_inputs())
+        assert not torch.allclose(model(hidden, labels)[0], before)
+        assert set(loss.end()) == {"kd loss", "lm loss", "student mass", "teacher mass"}
+        torch.testing.assert_close(model(hidden, labels)[0], before)
+        assert loss.end() == {}
+
+
+def check_further_tokens_keep_cross_entropy(folder):
+    hidden, labels = torch.randn(3, 2, 4), torch.randint(11, (2, 3))
+    for impl in ("dense", "fused_chunked"):
+        model = ToyModel(further_tokens=2)
+        expected = model(hidden, labels)[0]
+        loss = offline_loss(model, impl)
+        for _ in range(2):  # the count starts anew with each micro-batch
+            loss.begin(loss_inputs())
+            first, second, next_token = model(hidden, labels)
+            report = loss.end()
+            torch.testing.assert_close(first, expected)
+            torch.testing.assert_close(second, expected)
+            mask = loss_inputs().loss_mask
+            torch.testing.assert_close(next_token * mask, report["kd loss"] * mask)
+            assert not torch.allclose(next_token, expected)
+
+
+def check_waiting_is_counted_once(folder):
+    from megatron_kd.host.step.micro_batch import DataWait
+
+    def slow():
+        for item in range(3):
+            time.sleep(0.05)
+            yield item
+
+    wait, items = DataWait(), slow()
+    assert [wait.next(items), wait.next(items)] == [0, 1]
+    assert wait.take() >= 0.1
+    assert wait.take() == 0.0
+    assert wait.next(items) == 2 and wait.take() >= 0.05
 
 
 def check_a_teacher_is_the_one_in_its_directory(folder):
