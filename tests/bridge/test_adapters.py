@@ -3,8 +3,7 @@
 import pytest
 import torch
 from comparison import weights
-from launch import Curves, run_cases
-from test_commands import call_all
+from launch import Curves, call_all, run_cases
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_kd.config import LoraConfig

@@ -1,42 +1,11 @@
 """`megatron-kd doctor` and `megatron-kd export` on the small world."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import small_world
 import torch
 from comparison import weights, worst_weight_departure
-from launch import DISTILL, REPOSITORY, environment, run, run_cases, torchrun
+from launch import DISTILL, call_all, run_cases, start_ranks
 from transformers import AutoModelForCausalLM
-
-# One process answers all of these: importing the host takes longer than the answers.
-CALL_ALL = """
-import contextlib, io, json, sys
-from megatron_kd import cli
-for arguments in json.load(sys.stdin):
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        status = cli.main(arguments)
-    print("ANSWER " + json.dumps([status, " ".join(output.getvalue().split())]))
-"""
-
-
-def call_all(calls: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
-    """name → (exit status, output with its white space folded) of several command lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", CALL_ALL],
-        input=json.dumps(list(calls.values())),
-        env=environment() | {"COLUMNS": "400"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert len(lines) == len(calls), done.stderr[-3000:]
-    return dict(zip(calls, map(json.loads, lines), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +13,19 @@ def finished(tmp_path_factory):
     """A TP-2 run of four iterations with a checkpoint after each two; and its recipe."""
     recipe = small_world.build(tmp_path_factory.mktemp("commands"))
     folder = recipe.parent / "run"
-    run(
-        torchrun(
-            2,
-            DISTILL,
-            "--config",
-            recipe,
-            "bridge.train.train_iters=4",
-            "bridge.train.eval_iters=0",
-            "bridge.model.tensor_model_parallel_size=2",
-            f"bridge.checkpoint.save={folder}/checkpoints",
-            f"bridge.checkpoint.load={folder}/checkpoints",
-            "bridge.checkpoint.save_interval=2",
-            f"export.hf_path={folder}/hf",
-        )
-    )
+    start_ranks(
+        2,
+        DISTILL,
+        "--config",
+        recipe,
+        "bridge.train.train_iters=4",
+        "bridge.train.eval_iters=0",
+        "bridge.model.tensor_model_parallel_size=2",
+        f"bridge.checkpoint.save={folder}/checkpoints",
+        f"bridge.checkpoint.load={folder}/checkpoints",
+        "bridge.checkpoint.save_interval=2",
+        f"export.hf_path={folder}/hf",
+    ).check()
     return recipe
 
 

@@ -4,17 +4,16 @@ neither.
 
 import json
 import subprocess
-import sys
 
 import pytest
-from launch import REPOSITORY, environment
+from launch import REPOSITORY, environment, host_python
 
 # One process asks all: importing the host takes longer than the answers.
 ASK = """
 import importlib.metadata, json, logging
-from megatron_kd.host import cpu_backend
-cpu_backend.activate()
-from megatron_kd.host import host_version
+from megatron_kd.host.cpu import backend
+backend.activate()
+from megatron_kd.host.versions import features as host_version
 heard = []
 handler = logging.Handler()
 handler.emit = lambda record: heard.append(record.getMessage())
@@ -40,7 +39,7 @@ print("ANSWERS " + json.dumps(answers))
 @pytest.fixture(scope="module")
 def answers() -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", ASK],
+        [host_python(), "-c", ASK],
         env=environment(),
         cwd=REPOSITORY,
         capture_output=True,

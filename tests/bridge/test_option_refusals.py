@@ -1,63 +1,15 @@
 """Options that contradict a run are refused before it starts; what profiling sets up."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, environment
+from launch import Curves, prepare_all, start_ranks
 from small_world import online
-from test_refusals import CHECK_ALL
 
 SAVES = "bridge.checkpoint.save=checkpoints"
 LAST = "[final_norm,final_norm]"
-
-PROFILED = """
-import json, sys
-from types import SimpleNamespace
-from megatron_kd.host import cpu_backend
-cpu_backend.activate()
-import torch
-from megatron_kd.host import profiling
-calls = []
-def record(**options):
-    calls.append("off" if options.get("enabled", 1) is None else "on")
-torch.cuda.memory._record_memory_history = record
-torch.cuda.memory._dump_snapshot = lambda path: calls.append(path.rsplit("/", 1)[1])
-torch.distributed.get_rank = lambda: 0
-history = profiling.MemoryHistory(sys.argv[1])
-for step in range(15):
-    context = SimpleNamespace(state=SimpleNamespace(train_state=SimpleNamespace(step=step)))
-    history.on_train_step_start(context)
-    history.on_train_step_end(context)
-container = SimpleNamespace(
-    train=SimpleNamespace(train_iters=100, eval_iters=3),
-    checkpoint=SimpleNamespace(save="a", load="a"),
-    profiling=None,
-)
-profiling.configure("nsys", container, on_cpu=False)
-host = container.profiling
-print("ANSWER " + json.dumps({
-    "calls": calls,
-    "window": [host.profile_step_start, host.profile_step_end, host.use_nsys_profiler],
-    "run": [container.train.train_iters, container.train.eval_iters, container.checkpoint.save],
-}))
-"""
-
-
-def answers_of(code: str, *arguments: str, stdin: str = "") -> list:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        input=stdin,
-        env=environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert lines, done.stderr[-3000:]
-    return list(map(json.loads, lines))
+PROFILED_RUN = Path(__file__).with_name("profiled_run.py")
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +40,7 @@ def answers(world):
         ],
         "fine": [*resident, f"hidden_states.pairs=[[-1,3],{LAST}]"],
     }
-    replies = answers_of(CHECK_ALL, str(world), stdin=json.dumps(list(cases.values())))
-    return dict(zip(cases, replies, strict=True))
+    return prepare_all(world, cases)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +60,35 @@ def test_contradictions_are_refused_with_the_remedy(answers, case, said):
     assert said in answers[case]
 
 
-def test_iterations_10_to_13_are_profiled(tmp_path):
-    (answer,) = answers_of(PROFILED, str(tmp_path))
-    expected = []
-    for iteration in (10, 11, 12, 13):
-        expected += ["on", f"iteration_{iteration:03d}_rank_0.pickle", "off"]
-    assert answer["calls"] == expected
-    assert answer["window"] == [9, 13, True]  # the host counts from 0 and stops before the end
-    assert answer["run"] == [15, 0, None]
+def profiled(world, output, profile) -> list:
+    """[what was called, how many iterations had been finished] of a run with this profile."""
+    start_ranks(
+        1,
+        PROFILED_RUN,
+        world,
+        f"output_dir={output}",
+        f"profile={profile}",
+        "bridge.train.train_iters=100",
+        f"bridge.checkpoint.save={output}/checkpoints",
+        "bridge.checkpoint.save_interval=5",
+    ).check()
+    curves = Curves(output)
+    assert (len(curves.train()), curves.validation()) == (15, [])
+    assert not (output / "checkpoints").exists()
+    return [json.loads(line) for line in (output / "calls.jsonl").read_text().splitlines()]
+
+
+def test_memory_of_iterations_10_to_13_is_recorded(world, tmp_path):
+    calls = profiled(world, tmp_path, "memory")
+    assert [finished for what, finished in calls if what == "start"] == [9, 10, 11, 12]
+    assert [what for what, _ in calls] == ["start", "dump", "stop"] * 4
+    names = {path.name for path in (tmp_path / "memory").iterdir()}
+    assert names == {f"iteration_{n:03d}_rank_0.pickle" for n in (10, 11, 12, 13)}
+
+
+def test_nsys_sees_iterations_10_to_13_with_named_stages(world, tmp_path):
+    calls = profiled(world, tmp_path, "nsys")
+    marks = [call for call in calls if call[0] in ("start", "stop")]
+    assert marks == [["start", 9], ["stop", 13]]
+    stages = {what for what, _ in calls if what.startswith("megatron_kd ")}
+    assert stages == {f"megatron_kd {name}" for name in ("wait for data", "forward", "loss")}

@@ -9,27 +9,9 @@ import pytest
 import small_world
 import torch
 import yaml
-from launch import DISTILL, REPOSITORY, environment, run_cases
+from launch import DISTILL, REPOSITORY, environment, prepare_all, run_cases
 from layouts import EVALUATES_ONLINE_PIPELINES
 from transformers import LlamaForCausalLM
-
-# One process answers all of these: importing the host takes longer than the answers.
-CHECK_ALL = """
-import json, sys
-from megatron_kd.config import from_recipe
-from megatron_kd.host import cpu_backend
-cpu_backend.activate()
-from megatron_kd.host import bridge
-import torch
-for overrides in json.load(sys.stdin):
-    try:
-        bridge.prepare(from_recipe(sys.argv[1], overrides))
-        answer = "accepted"
-    except (ValueError, OSError) as error:
-        answer = str(error)
-    print("ANSWER " + json.dumps(answer))
-assert not torch.distributed.is_initialized()
-"""
 
 
 def wrong_caches(world):
@@ -61,8 +43,6 @@ def many_short_documents(world):
 
 @pytest.fixture(scope="module")
 def answers(world):
-    import json
-
     caches = wrong_caches(world)
     online = small_world.online(world.parent, "fused_online")
     block = f"cache.path={world.parent}/block/cache"
@@ -119,18 +99,7 @@ def answers(world):
     }
     other = world.parent / "other-data" / "train"
     small_world.write_sequences(other, small_world.documents(small_world.TRAIN_SAMPLES, seed=77))
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK_ALL, str(world)],
-        input=json.dumps(list(cases.values())),
-        env=environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    return dict(zip(cases, [json.loads(line[7:]) for line in lines], strict=True))
+    return prepare_all(world, cases)
 
 
 @pytest.mark.parametrize(

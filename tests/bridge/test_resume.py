@@ -3,15 +3,17 @@ bit.
 """
 
 import json
-import subprocess
 import time
 
 import psutil
 import pytest
+import small_world
 import yaml
-from launch import DISTILL, REPOSITORY, Curves, environment, run, torchrun
+from launch import DISTILL, Curves, Ranks, run, start_ranks, torchrun
+from transformers import LlamaForCausalLM
 
 ITERATIONS = 12
+START_S = 600
 CHECKPOINTED = [
     f"bridge.train.train_iters={ITERATIONS}",
     "bridge.train.eval_interval=4",
@@ -25,10 +27,9 @@ CHECKPOINTED = [
 ]
 
 
-def command(world, output, *overrides):
+def command(world, output, *overrides) -> list[str]:
     checkpoints = f"{output}/checkpoints"
-    return torchrun(
-        2,
+    return [
         DISTILL,
         "--config",
         world,
@@ -37,65 +38,65 @@ def command(world, output, *overrides):
         f"bridge.checkpoint.load={checkpoints}",
         *CHECKPOINTED,
         *overrides,
-    )
+    ]
 
 
-def kill_after_iteration(process, output, iteration):
-    """SIGKILL the launcher and its ranks once an iteration's metrics are on disk."""
+def kill_after_iteration(ranks: Ranks, output, iteration: int) -> None:
+    """SIGKILL the ranks and their loader workers once an iteration's metrics are on disk."""
     metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"the run ended by itself: {process.stdout.read()[-4000:]}")
+        if ranks.poll() is not None:
+            raise AssertionError(f"the run ended by itself: {ranks.output()[-4000:]}")
         if metrics.exists():
             done = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()[:-1]]
             if done and max(done) >= iteration:
-                # torchrun gives its ranks sessions of their own: a signal to the group misses them.
-                launcher = psutil.Process(process.pid)
-                for victim in [*launcher.children(recursive=True), launcher]:
-                    victim.kill()
-                process.wait()
+                for rank in map(psutil.Process, ranks.pids()):
+                    for victim in [*rank.children(recursive=True), rank]:
+                        victim.kill()
+                ranks.kill()
                 return
         time.sleep(0.02)
-    raise AssertionError("the run did not get so far")
+    raise AssertionError(f"the run did not get so far: {ranks.output()[-4000:]}")
 
 
 @pytest.fixture(scope="module")
-def unbroken(world):
+def unbroken(world) -> Curves:
+    """Twelve iterations in one go. It is read, never run again."""
     output = world.parent / "unbroken"
-    run(command(world, output))
-    return Curves(output)
+    start_ranks(2, *command(world, output)).check()
+    curves = Curves(output)
+    assert len(curves.records) > ITERATIONS
+    return curves
 
 
-def test_a_killed_run_ends_with_the_same_losses(world, unbroken):
+@pytest.fixture(scope="module")
+def resumed(world) -> tuple[Curves, str]:
+    """Killed after the sixth iteration and started again, by torchrun; and what that said."""
     output = world.parent / "killed"
-    process = subprocess.Popen(
-        command(world, output),
-        env=environment(),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    kill_after_iteration(process, output, iteration=6)
-    before = Curves(output)
-    assert len(before.train()) < ITERATIONS
-    text = run(command(world, output))
+    ranks = start_ranks(2, *command(world, output))
+    kill_after_iteration(ranks, output, iteration=6)
+    assert len(Curves(output).train()) < ITERATIONS
+    text = run(torchrun(2, *command(world, output)))
+    return Curves(output), text
+
+
+def test_a_killed_run_ends_with_the_same_losses(unbroken, resumed):
+    after, text = resumed
     assert "successfully loaded checkpoint" in text
-    after = Curves(output)
     assert after.train() == unbroken.train()  # to the bit
     assert after.train("lm loss") == unbroken.train("lm loss")
     assert after.grad_norms() == unbroken.grad_norms()
     assert after.validation() == unbroken.validation()
 
 
-def test_a_finished_run_may_be_started_again(world, unbroken):
-    before = unbroken.train()
-    run(command(world, unbroken.directory))
-    after = Curves(unbroken.directory)
-    assert after.train() == before
-    assert after.validation()[-1] == unbroken.validation()[-1]
+def test_a_finished_run_may_be_started_again(world, resumed):
+    before, _ = resumed
+    losses, last = before.train(), before.validation()[-1]
+    start_ranks(2, *command(world, before.directory)).check()
+    after = Curves(before.directory)
+    assert after.train() == losses
+    assert after.validation()[-1] == last
 
 
 def test_the_resolved_configuration_lies_beside_the_checkpoints(unbroken):
@@ -108,14 +109,11 @@ def test_the_resolved_configuration_lies_beside_the_checkpoints(unbroken):
 
 
 def test_a_checkpoint_of_another_cache_is_refused(world, unbroken):
-    import small_world
-    from transformers import LlamaForCausalLM
-
     other = world.parent / "other-cache"
-    if not other.exists():
-        teacher = LlamaForCausalLM.from_pretrained(world.parent / "teacher").eval()
-        for split, seed in (("train", 31), ("validation", 32)):
-            small_world.write_cache(other / split, teacher, small_world.documents(12, seed=seed))
-    text = run(command(world, unbroken.directory, f"cache.path={other}"), succeeds=False)
-    assert "holds a checkpoint of another run: the cache" in text
-    assert "Choose another output_dir" in text
+    teacher = LlamaForCausalLM.from_pretrained(world.parent / "teacher").eval()
+    for split, seed in (("train", 31), ("validation", 32)):
+        small_world.write_cache(other / split, teacher, small_world.documents(12, seed=seed))
+    ranks = start_ranks(2, *command(world, unbroken.directory, f"cache.path={other}"))
+    assert ranks.wait() == 2
+    assert "holds a checkpoint of another run: the cache" in ranks.output()
+    assert "Choose another output_dir" in ranks.output()

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 from failing_rank import FAULT
-from launch import DISTILL, REPOSITORY, Curves, environment, run, torchrun
+from launch import DISTILL, REPOSITORY, Curves, environment, start_ranks, torchrun
 from transformers import LlamaForCausalLM
+from warm import process_behind
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.host.step.finite_loss import FILE_NAME
@@ -24,51 +25,54 @@ START_S = 300
 FAILING = Path(__file__).with_name("failing_rank.py")
 
 
-def start(world, output, *overrides, script=DISTILL, ranks=2) -> subprocess.Popen:
+def command(world, output, *overrides, script=DISTILL) -> list[str]:
     """A run of many iterations that saves only when it is asked to stop."""
-    return subprocess.Popen(
-        torchrun(
-            ranks,
-            script,
-            "--config",
-            world,
-            f"output_dir={output}",
-            f"bridge.checkpoint.save={output}/checkpoints",
-            f"bridge.checkpoint.load={output}/checkpoints",
-            "bridge.checkpoint.save_interval=100000",
-            "bridge.train.train_iters=100000",
-            "bridge.train.eval_iters=0",
-            "bridge.optimizer.optimizer=adam",  # the host cannot load a checkpoint of SGD
-            "bridge.optimizer.lr=1e-4",
-            "bridge.optimizer.min_lr=1e-4",
-            *overrides,
-        ),
-        env=environment() | {"PYTHONPATH": str(FAILING.parent)},
-        cwd=REPOSITORY,
-        stdout=open(f"{output}.log", "w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return [
+        script,
+        "--config",
+        world,
+        f"output_dir={output}",
+        f"bridge.checkpoint.save={output}/checkpoints",
+        f"bridge.checkpoint.load={output}/checkpoints",
+        "bridge.checkpoint.save_interval=100000",
+        "bridge.train.train_iters=100000",
+        "bridge.train.eval_iters=0",
+        "bridge.optimizer.optimizer=adam",  # the host cannot load a checkpoint of SGD
+        "bridge.optimizer.lr=1e-4",
+        "bridge.optimizer.min_lr=1e-4",
+        *overrides,
+    ]
 
 
-def wait_for_iteration(process, output, iteration) -> None:
+def start_torchrun(log: Path, *command) -> subprocess.Popen:
+    """torchrun itself, with two ranks and its output in a file."""
+    with log.open("w") as output:
+        return subprocess.Popen(
+            torchrun(2, *command),
+            env=environment(),
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for_iteration(run, output, iteration, said) -> None:
+    """Wait until the metrics of an iteration are on disk.
+
+    Args:
+        run: Has `poll`.
+        said: Returns what the run has written, for the message of a failure.
+    """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"it ended by itself:\n{log(output)[-4000:]}")
+        if run.poll() is not None:
+            raise AssertionError(f"it ended by itself:\n{said()[-4000:]}")
         metrics = output / "metrics.jsonl"
         if metrics.exists() and len(metrics.read_text().splitlines()) > iteration:
             return
         time.sleep(0.05)
-    raise AssertionError(f"it did not get so far:\n{log(output)[-4000:]}")
-
-
-def log(output) -> str:
-    return Path(f"{output}.log").read_text()
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+    raise AssertionError(f"it did not get so far:\n{said()[-4000:]}")
 
 
 def saved_iteration(output) -> int:
@@ -76,26 +80,24 @@ def saved_iteration(output) -> int:
 
 
 def test_a_signal_to_every_process_saves_and_exits_0(world, tmp_path):
-    """What a scheduler does: it signals loader workers too. The launcher is spared: it ignores the
-    signal that a scheduler's job script tells it to ignore.
-    """
-    output = tmp_path / "run"
-    process = start(world, output, "data.num_workers=1")
-    wait_for_iteration(process, output, 3)
-    for rank in ranks_of(process):
-        for victim in [*rank.children(recursive=True), rank]:
+    """What a scheduler does: it signals loader workers too."""
+    ranks = start_ranks(2, *command(world, tmp_path, "data.num_workers=1"))
+    wait_for_iteration(ranks, tmp_path, 3, ranks.output)
+    for rank in map(psutil.Process, ranks.pids()):
+        workers = rank.children(recursive=True)
+        assert workers
+        for victim in [*workers, rank]:
             victim.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0, log(output)[-4000:]
-    assert saved_iteration(output) == len(Curves(output).train()) >= 3
+    assert ranks.wait(120) == 0, ranks.output()[-4000:]
+    assert saved_iteration(tmp_path) == len(Curves(tmp_path).train()) >= 3
 
 
 def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
-    output = tmp_path / "run"
-    process = start(world, output, script=FAILING)
-    wait_for_iteration(process, output, 1)
+    log = tmp_path / "log"
+    process = start_torchrun(log, *command(world, tmp_path / "run", script=FAILING))
     # A minute where the cores are free; a rank's exit alone takes longer under other tests.
-    assert process.wait(180) != 0
-    text = log(output)
+    assert process.wait(START_S) != 0
+    text = log.read_text()
     begun = re.search(r"iteration +1/", text).start()  # the host logs what it could not import
     first = text.index("Traceback (most recent call last)", begun)
     others = [text.find(words) for words in ("Connection closed by peer", "timed out", "Timeout")]
@@ -117,39 +119,41 @@ def test_a_loss_that_is_not_finite_names_its_samples(world, tmp_path):
     student.save_pretrained(tmp_path / "student")
     output = tmp_path / "run"
     overrides = [f"student.hf_path={tmp_path}/student", "bridge.checkpoint.save=null"]
-    process = start(world, output, *overrides, ranks=1)
-    assert process.wait(START_S) != 0
+    ranks = start_ranks(1, *command(world, output, *overrides))
+    assert ranks.wait(START_S) != 0
     (record,) = map(json.loads, (output / FILE_NAME).read_text().splitlines())
     assert record["loss"] == "nan" and record["samples"]
     assert set(record["samples"]) <= guilty
-    assert f"its samples are {record['samples']}" in log(output)
+    assert f"its samples are {record['samples']}" in ranks.output()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_one_rank_may_speak_for_all(world, tmp_path, name):
-    output = tmp_path / "run"
-    process = start(world, output)
-    wait_for_iteration(process, output, 3)
-    ranks_of(process)[1].send_signal(getattr(signal, name))
-    assert process.wait(120) == 0, log(output)[-4000:]
-    before = Curves(output).train()
-    assert saved_iteration(output) == len(before)
-    run([*process.args, f"bridge.train.train_iters={len(before) + 2}"])
-    assert Curves(output).train()[:-2] == before
+    ranks = start_ranks(2, *command(world, tmp_path))
+    wait_for_iteration(ranks, tmp_path, 3, ranks.output)
+    os.kill(ranks.pids()[1], getattr(signal, name))
+    assert ranks.wait(120) == 0, ranks.output()[-4000:]
+    before = Curves(tmp_path).train()
+    assert saved_iteration(tmp_path) == len(before)
+    more = [f"bridge.train.train_iters={len(before) + 2}"]
+    more.append("bridge.scheduler.override_opt_param_scheduler=true")  # it was planned longer
+    start_ranks(2, *command(world, tmp_path, *more)).check()
+    assert Curves(tmp_path).train()[:-2] == before
 
 
 @pytest.mark.slow  # torchrun gives its ranks 30 seconds, which a loaded machine may not keep
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_the_launcher_passes_the_signal_on(world, tmp_path, name):
     """torchrun's own status after either signal is 1; its ranks have saved."""
-    output = tmp_path / "run"
-    process = start(world, output)
-    wait_for_iteration(process, output, 3)
-    ranks = [psutil.Process(rank.pid) for rank in ranks_of(process)]
+    output, log = tmp_path / "run", tmp_path / "log"
+    process = start_torchrun(log, *command(world, output))
+    wait_for_iteration(process, output, 3, log.read_text)
+    clients = psutil.Process(process_behind(process.pid)).children()
+    ranks = [psutil.Process(process_behind(client.pid)) for client in clients]
+    assert len(ranks) == 2
     os.kill(process.pid, getattr(signal, name))
     assert process.wait(120) == 1
     assert not any(rank.is_running() for rank in ranks)
-    assert f"{name}: will save and stop after this step" in log(output)
-    assert "KeyboardInterrupt" not in log(output)
+    assert f"{name}: will save and stop after this step" in log.read_text()
+    assert "KeyboardInterrupt" not in log.read_text()
     assert saved_iteration(output) == len(Curves(output).train())
