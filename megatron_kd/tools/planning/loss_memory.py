@@ -1,16 +1,20 @@
 """What logits and loss take on the last stage at their peak, by implementation.
 
 Counted from `megatron_kd.losses` as it runs on CUDA, where the fused kernels need no temporaries of
-a chunk's size:
+a chunk's size and gradients are summed into the host's buffers:
 
     dense            the host's logits and their fp32 copy, which becomes the gradient
     sparse_chunked   the host's logits, into which the gradient is written, and a copy of one chunk
-    fused_chunked    one chunk; dH; the output matrix's gradient dW in fp32, unless recompute adds
-                     it to the host's buffer
+    fused_chunked    dH beside one chunk of logits. in_forward also holds the gradient of the output
+                     matrix, dW, in fp32; recompute adds it to the host's buffer
     online dense     as dense, and the teacher's logits
-    fused_online     a chunk of both models; dH; the teacher's hidden states; dW as above
+    fused_online     as fused_chunked with recompute, a chunk of both models, and the teacher's
+                     hidden states
 
-Letters: N positions of a micro-batch, V vocabulary rows of this rank, D hidden size.
+Both fused losses end with a tensor like the output matrix, which autograd gets in place of the
+gradient that went to the host's buffer.
+
+Shapes: n = s * b positions of a micro-batch, v vocabulary, vp = v / tp, h hidden.
 """
 
 from dataclasses import dataclass
@@ -47,29 +51,49 @@ def loss_memory(
     impl: str, student: ModelShape, settings: RunSettings, gpu_bytes: int, teacher=None
 ) -> LossMemory:
     """impl: `dense`, `sparse_chunked`, `fused_chunked`, `online_dense` or `fused_online`."""
-    e, n = settings.value_bytes, settings.positions
-    vocab = rank_vocab(student, settings)
-    width = student.hidden_size
+    value_bytes, positions = settings.value_bytes, settings.positions
+    vocab, width = rank_vocab(student, settings), student.hidden_size
     split = settings.tensor_parallel if settings.sequence_parallel else 1
-    hidden = 2 * e * n * width / split  # the last norm's input and output
-    logits = e * n * vocab
+    hidden = 2 * value_bytes * positions * width / split  # the last norm's input and output
+    logits = value_bytes * positions * vocab
     if impl == "dense":
-        return LossMemory(hidden + logits, 4 * n * vocab)
+        return LossMemory(hidden + logits, 4 * positions * vocab)
     if impl == "online_dense":
-        return LossMemory(hidden + logits, 4 * n * vocab, logits)
+        return LossMemory(hidden + logits, 4 * positions * vocab, logits)
     if impl == "sparse_chunked":
         chunk = SPARSE_CHUNK if settings.loss.chunk_size == "auto" else settings.loss.chunk_size
-        rows = min(n, chunk * settings.micro_batch)
-        return LossMemory(hidden + logits, e * rows * vocab)
-    models = 2 if impl == "fused_online" else 1
-    in_forward = impl == "fused_online" or settings.loss.gradient != "recompute"
-    own_gradient = in_forward and settings.lora is None
-    loss = _chunk_bytes(settings, vocab * models, n, gpu_bytes) + e * n * width
-    loss += 4 * vocab * width * own_gradient
-    if settings.sequence_parallel:
-        loss += e * n * width  # the gathered sequence
-    teacher_hidden = e * n * teacher.hidden_size / split if impl == "fused_online" else 0
+        rows = min(positions, chunk * settings.micro_batch)
+        return LossMemory(hidden + logits, value_bytes * rows * vocab)
+    if impl == "fused_chunked":
+        return LossMemory(hidden, _fused_bytes(settings, width, vocab, 0, gpu_bytes))
+    teacher_hidden = value_bytes * positions * teacher.hidden_size / split
+    teacher_vocab = rank_vocab(teacher, settings)
+    loss = _fused_bytes(settings, width, vocab, teacher_vocab, gpu_bytes)
     return LossMemory(hidden, loss, teacher_hidden)
+
+
+def _fused_bytes(
+    settings: RunSettings, width: int, vocab: int, teacher_vocab: int, gpu_bytes: int
+) -> int:
+    """Peak of a fused loss: in its forward pass, in its backward pass, or as it hands dW over.
+
+    Args:
+        width: h of the student.
+        vocab: vp of the student.
+        teacher_vocab: vp of the teacher; 0 offline. The online loss always recomputes.
+    """
+    value_bytes = settings.value_bytes
+    rows = _chunk_rows(settings, vocab + teacher_vocab, gpu_bytes)
+    chunk, teacher_chunk = (value_bytes * rows * size for size in (vocab, teacher_vocab))
+    d_hidden = gathered = value_bytes * settings.positions * width
+    if not settings.sequence_parallel:
+        gathered = 0
+    trained = settings.lora is None  # adapters leave the output matrix as it is
+    handed_over = value_bytes * vocab * width * trained
+    if teacher_vocab or settings.loss.gradient == "recompute":
+        return chunk + teacher_chunk + d_hidden + gathered + handed_over
+    d_weight = 4 * vocab * width * trained
+    return d_hidden + d_weight + max(chunk + gathered, handed_over)
 
 
 def rank_vocab(student: ModelShape, settings: RunSettings) -> int:
@@ -77,13 +101,10 @@ def rank_vocab(student: ModelShape, settings: RunSettings) -> int:
     return padded // settings.tensor_parallel
 
 
-def _chunk_bytes(settings: RunSettings, width: int, rows: int, gpu_bytes: int) -> int:
-    """width: logits per position, of all models; rows: positions."""
-    size = settings.value_bytes
+def _chunk_rows(settings: RunSettings, width: int, gpu_bytes: int) -> int:
+    """Positions per chunk. width: logits per position, of all models."""
+    size, positions = settings.value_bytes, settings.positions
     if settings.loss.chunk_size == "auto":
         budget = min(DEFAULT_BUDGET_BYTES["cuda"], int(gpu_bytes * DEVICE_SHARE))
-        rows = pick_rows(rows, width * size, budget, strict=False)
-    else:
-        wanted = settings.loss.chunk_size * settings.micro_batch * (BYTES_PER_LOGIT // size)
-        rows = min(rows, wanted)
-    return rows * width * size
+        return pick_rows(positions, width * size, budget, strict=False)
+    return min(positions, settings.loss.chunk_size * settings.micro_batch * BYTES_PER_LOGIT // size)
