@@ -24,15 +24,13 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 from megatron_kd.config import DistillConfig
+from megatron_kd.host import versions
 from megatron_kd.host.checks import data_sequence_length
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
-from megatron_kd.host.versions import features as host_version
-from megatron_kd.host.versions import sharded_parameters as parallel_attributes
+from megatron_kd.host.parameters import sharded
 from megatron_kd.typed_mapping import ConfigError, update
-
-TESTED_HOSTS = host_version.TESTED
 
 # key → (required value, why). A recipe that sets another value is refused.
 REQUIRED = {
@@ -74,7 +72,8 @@ def model_provider(hf_path: str, load_weights: bool):
     if load_weights:
         weights_complete.check_loading(provider, str(directory))
     # After the weights' own hook, before anything of ours.
-    provider.register_pre_wrap_hook(parallel_attributes.mark_sharded_parameters)
+    for hook in (*versions.current().model_hooks, sharded.refuse_unmarked):
+        provider.register_pre_wrap_hook(hook)
     return provider
 
 

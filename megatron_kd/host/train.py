@@ -22,6 +22,7 @@ from megatron_kd.config import DistillConfig
 from megatron_kd.files import publish
 from megatron_kd.host import checks as compatibility
 from megatron_kd.host import container as host_config
+from megatron_kd.host import versions
 from megatron_kd.host.callbacks import best_checkpoint as selection
 from megatron_kd.host.callbacks import profiling, stop_signals
 from megatron_kd.host.callbacks.balance import BalanceWeights
@@ -34,8 +35,6 @@ from megatron_kd.host.parameters import freezing as trainable
 from megatron_kd.host.parameters import lora as adapters
 from megatron_kd.host.step import hidden_states, offline
 from megatron_kd.host.step.forward_step import DistillationStep
-from megatron_kd.host.versions import features as host_version
-from megatron_kd.host.versions import patches as host_patches
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def prepare(config: DistillConfig) -> ConfigContainer:
         ValueError: Cache, data, checkpoint and model do not fit together; the message names the
             remedy.
     """
-    host_version.check()
+    versions.check()
     container = host_config.build_container(config)
     profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
     selection.check(config.selection, container)
@@ -66,7 +65,7 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
         config: The whole run.
         container: What `prepare` returned for it.
     """
-    host_patches.apply()
+    versions.apply_patches()
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
         compatibility.record_identity(config, container)

@@ -4,8 +4,9 @@ their combinations are tried.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+
+from megatron_kd.host import versions
 
 _TP2 = ["bridge.model.tensor_model_parallel_size=2"]
 _TP4 = ["bridge.model.tensor_model_parallel_size=4"]
@@ -40,8 +41,7 @@ OFFLINE = {
 }
 ONLINE = {"online fused": ["loss.impl=fused_online"], "online dense": ["loss.impl=dense"]}
 
-# Bridge 0.3 cannot evaluate a pipelined distillation model.
-EVALUATES_ONLINE_PIPELINES = not version("megatron-bridge").startswith("0.3.")
+EVALUATES_ONLINE_PIPELINES = versions.current().evaluates_online_pipelines
 
 
 @dataclass(frozen=True)

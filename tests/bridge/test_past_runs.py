@@ -5,13 +5,12 @@ checkpoint, its recipe and its records, as they were written then (`past/README.
 import json
 import shutil
 import subprocess
-import sys
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from launch import environment, run_cases
+from launch import environment, host_python, run_cases
 from safetensors.torch import load_file
 
 PAST = Path(__file__).with_name("past")
@@ -47,7 +46,7 @@ def test_it_resumes_where_it_was_interrupted_and_learns_the_same(past):
 
 def test_it_is_exported_as_it_was(past):
     """Without its recipe: the student's directory comes from the run's own record."""
-    command = [sys.executable, "-m", "megatron_kd.cli", "export", "--run", "run"]
+    command = [host_python(), "-m", "megatron_kd.cli", "export", "--run", "run"]
     done = subprocess.run(
         [*command, "--output", "exported"],
         cwd=past,

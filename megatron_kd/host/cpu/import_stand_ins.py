@@ -2,9 +2,10 @@
 
 Megatron-Bridge and Megatron-Core import Transformer Engine, Triton and NVRx in a few modules at
 module level. On a machine without CUDA those packages are absent. `install` hands a stand-in to
-exactly the modules listed in `IMPORTERS` and to nobody else: nothing enters `sys.modules`, so every
-guarded `try: import transformer_engine` and every `importlib.util.find_spec` keeps saying "not
-installed", and Megatron-Core settles on its PyTorch code paths.
+exactly the modules that the description of this host version lists (`host.versions`) and to nobody
+else: nothing enters `sys.modules`, so every guarded `try: import transformer_engine` and every
+`importlib.util.find_spec` keeps saying "not installed", and Megatron-Core settles on its PyTorch
+code paths.
 
 A package that is really installed is always used instead of its stand-in.
 """
@@ -13,64 +14,36 @@ import builtins
 import importlib.util
 import sys
 import types
-import typing
 
-# package → the modules that import it unguarded.
-IMPORTERS = {
-    # Bridge 0.3.1 and 0.6.2: annotations, isinstance checks and base classes only.
-    "transformer_engine": (
-        "megatron.bridge.peft.lora",
-        "megatron.bridge.peft.lora_layers",
-        "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
-    ),
-    # Core 0.16.1: decorators of inference kernels, never launched on a CPU. Guarded imports must
-    # not match: some modules that find a "triton" go on to use more of it.
-    "triton": (
-        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
-        "megatron.core.inference.contexts.fused_kv_append_kernel",
-        "megatron.core.transformer.custom_layers.batch_invariant_kernels",
-        "megatron.core.transformer.moe.ops.paged_stash",  # core 0.19
-    ),
-    # Bridge 0.6: a type annotation in the in-process restart wrapper.
-    "nvidia_resiliency_ext": (
-        "megatron.bridge.training.pretrain",
-        "megatron.bridge.training.inprocess_restart",
-    ),
-}
+from megatron_kd.host import versions
 
 
 def install() -> None:
     """Start handing out stand-ins; calling it again does nothing."""
     if getattr(builtins.__import__, "is_stand_in_hook", False):
         return
-    if not hasattr(typing, "override"):  # Core 0.19 on Python 3.11
-        from typing_extensions import override
-
-        typing.override = override
+    host = versions.current()
+    host.prepare_python()
     original_import = builtins.__import__
     stand_ins = {}
 
     def import_with_stand_ins(name, globals=None, locals=None, fromlist=(), level=0):
         package, _, rest = name.partition(".")
-        if level == 0 and package in IMPORTERS and package not in sys.modules:
-            if _is_importer(package, (globals or {}).get("__name__", "")):
-                if package not in stand_ins:
-                    installed = importlib.util.find_spec(package) is not None
-                    stand_ins[package] = None if installed else _BUILDERS[package]()
-                module = stand_ins[package]
-                if module is not None:
-                    if fromlist and rest:
-                        for part in rest.split("."):
-                            module = getattr(module, part)
-                    return module
+        importers = host.cpu_stand_ins.get(package, ()) if level == 0 else ()
+        if package not in sys.modules and (globals or {}).get("__name__") in importers:
+            if package not in stand_ins:
+                installed = importlib.util.find_spec(package) is not None
+                stand_ins[package] = None if installed else _BUILDERS[package]()
+            module = stand_ins[package]
+            if module is not None:
+                if fromlist and rest:
+                    for part in rest.split("."):
+                        module = getattr(module, part)
+                return module
         return original_import(name, globals, locals, fromlist, level)
 
     import_with_stand_ins.is_stand_in_hook = True
     builtins.__import__ = import_with_stand_ins
-
-
-def _is_importer(package: str, importer: str) -> bool:
-    return importer in IMPORTERS[package]
 
 
 def _module(name: str, **attributes) -> types.ModuleType:

@@ -12,12 +12,12 @@ import megatron.core.parallel_state as parallel_state
 from megatron.bridge.training.post_training.distillation import ModelOptDistillConfig
 
 from megatron_kd.config import DistillConfig, HiddenStatesConfig
+from megatron_kd.host import versions
 from megatron_kd.host.container import model_provider
 from megatron_kd.host.online import teacher_check
 from megatron_kd.host.online.criteria import HiddenStateCriterion, OnlineLoss, OutputLayerCriterion
 from megatron_kd.host.online.hidden_layers import check_layers, layer_name
 from megatron_kd.host.step import hidden_states
-from megatron_kd.host.versions import features as host_version
 from megatron_kd.typed_mapping import ConfigError
 
 OUTPUT_LAYERS = ("output_layer", "output_layer")
@@ -85,7 +85,7 @@ def check(config: DistillConfig, container) -> None:
             "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
             "masks the teacher's padding rows"
         )
-    evaluates_pipelines = host_version.evaluates_distillation_pipelines()
+    evaluates_pipelines = versions.current().evaluates_online_pipelines
     if (
         student.pipeline_model_parallel_size > 1
         and container.train.eval_iters
@@ -136,7 +136,7 @@ def attach_when_built(config: DistillConfig, container, weights: hidden_states.L
     attach = partial(
         _attach, config=config.loss, vocab_size=container.model.vocab_size, weights=weights
     )
-    container.model = host_version.convert_to_distillation(
+    container.model = versions.current().convert_to_distillation(
         student, teacher, OnlineConfig(config.hidden_states, student, teacher), attach
     )
     teacher.register_pre_wrap_hook(

@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_kd.config import DistillConfig, LoraConfig
+from megatron_kd.host import versions
 from megatron_kd.host.parameters import freezing as trainable
 from megatron_kd.typed_mapping import ConfigError
 
@@ -55,7 +56,7 @@ def add(model: list, *, config: LoraConfig) -> list:
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
     from megatron.bridge.peft.lora import LoRA
 
-    _notice_absent_layers()
+    versions.apply_patches()
     model = LoRA(
         target_modules=list(config.target_modules),
         dim=config.dim,
@@ -88,14 +89,6 @@ def add(model: list, *, config: LoraConfig) -> list:
     trainable.reach_recomputed_layers(model)
     logger.info("adapters on %d layers of this stage, %s first", len(wrapped), wrapped[0])
     return model
-
-
-def _notice_absent_layers() -> None:
-    """Without Transformer Engine its layers are None in Core, which the host takes for classes."""
-    from megatron.bridge.peft import utils
-
-    if None in utils.TECL:
-        utils.HAVE_TE = False
 
 
 @torch.no_grad()

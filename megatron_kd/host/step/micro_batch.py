@@ -15,9 +15,9 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.utils import get_model_config
 
+from megatron_kd.host import versions
 from megatron_kd.host.step import packed_documents
 from megatron_kd.host.step.nvtx_ranges import stage
-from megatron_kd.host.versions import features as host_version
 
 FIRST_STAGE_KEYS = ("tokens", "position_ids")
 TEACHER_KEYS = ("topk_ids", "topk_logprobs", "log_z_tau", "teacher_hidden")
@@ -100,7 +100,7 @@ def load(
     if documents_apart:
         batch = packed_documents.on_this_rank(batch, whole["cu_seqlens"], groups.cp)
     else:
-        batch = host_version.batch_on_this_cp_rank(batch, groups.cp)
+        batch = versions.current().batch_on_this_cp_rank(batch, groups.cp)
     mask_in_host_memory = batch.get("loss_mask")
     batch = {
         key: None if value is None else value.cuda(non_blocking=True)

@@ -71,16 +71,18 @@ def _torch() -> Iterator[Finding]:
 
 
 def _transformers() -> Finding:
+    from megatron_kd.host import versions
+
     version = _version("transformers")
-    bridge = _version("megatron-bridge")
     if version is None:
-        return Finding("fault", "transformers", "missing", "pip install 'transformers<5'")
-    if bridge and bridge.startswith("0.3.") and int(version.split(".")[0]) >= 5:
+        return Finding("fault", "transformers", "missing", "pip install transformers")
+    unmet = versions.unmet_requirement("transformers")
+    if unmet is not None:
         return Finding(
             "fault",
             "transformers",
-            f"{version} beside megatron-bridge {bridge}",
-            "megatron-bridge 0.3 needs transformers 4: pip install 'transformers<5'",
+            f"{version} beside megatron-bridge {_version('megatron-bridge')}, which needs {unmet}",
+            f"pip install '{unmet}'",
         )
     return Finding("ok", "transformers", version)
 
@@ -109,11 +111,12 @@ def _transformer_engine() -> Iterator[Finding]:
 
 
 def _host() -> Iterator[Finding]:
+    from megatron_kd.host import versions
     from megatron_kd.host.cpu import backend as cpu_backend
 
     try:
         cpu_backend.activate()
-        host = importlib.import_module("megatron_kd.host.container")
+        importlib.import_module("megatron_kd.host.container")
     except Exception as error:  # whatever a broken host raises on import is the finding
         yield Finding(
             "fault",
@@ -123,7 +126,7 @@ def _host() -> Iterator[Finding]:
             "pip install -e .[bridge]",
         )
         return
-    for name, tested in host.TESTED_HOSTS.items():
+    for name, tested in versions.tested().items():
         version = _version(name)
         if version in tested:
             yield Finding("ok", name, version)

@@ -1,0 +1,52 @@
+"""Changes that every version of the host tested so far needs, on GPUs too."""
+
+import importlib.util
+import logging
+
+logger = logging.getLogger(__name__)
+
+COMPILED_HELPERS = "megatron.core.datasets.helpers_cpp"
+
+
+def skip_needless_compilation() -> None:
+    """megatron-core from pip: `compile_helpers` runs `make` and exits with code 1.
+
+    The wheel ships the compiled index helper but no Makefile, so a pip-only installation cannot
+    start. Where the helper can be found there is nothing to compile; in a source tree without it
+    the host's own function stays.
+    """
+    import megatron.bridge.training.initialize as initialize
+
+    if importlib.util.find_spec(COMPILED_HELPERS) is None:
+        return
+    if hasattr(initialize, "compile_helpers"):
+        initialize.compile_helpers = _helpers_are_compiled
+
+
+def _helpers_are_compiled() -> None:
+    logger.debug("%s is already compiled", COMPILED_HELPERS)
+
+
+def let_loader_workers_end() -> None:
+    """megatron-bridge: with `exit_signal_handler_for_dataloader` a worker can never be ended by the
+    signal, and a failing rank waits for its workers for ever.
+    """
+    import megatron.bridge.data.loaders as loaders
+
+    from megatron_kd.host.loader_signals import LoaderWorkerSignals
+
+    if hasattr(loaders, "DistributedSignalHandler"):
+        loaders.DistributedSignalHandler = LoaderWorkerSignals
+
+
+def notice_absent_layers() -> None:
+    """megatron-bridge's adapters: without Transformer Engine its layers are None in Core, which the
+    adapters take for classes.
+    """
+    from megatron.bridge.peft import utils
+
+    if None in utils.TECL:
+        utils.HAVE_TE = False
+
+
+PATCHES = (skip_needless_compilation, let_loader_workers_end, notice_absent_layers)
