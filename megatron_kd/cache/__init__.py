@@ -1,24 +1,15 @@
 """The teacher cache: top-K teacher distributions on disk, keyed by sample, checked, compact.
 
-docs/cache-format.md describes the bytes.
+docs/cache-format.md describes the bytes. A capture by several processes uses `directory` and
+`writer.ShardWriter`.
 """
 
-from megatron_kd.cache.directory import CacheDirectory
-from megatron_kd.cache.format import CacheError, CacheSpec, ShardEntry
+from megatron_kd.cache.format import CacheError, CacheSpec
 from megatron_kd.cache.mixing import MixedReader
 from megatron_kd.cache.reader import CachedRows, CachedSample, CacheReader
-from megatron_kd.cache.writer import (
-    CacheWriter,
-    ShardWriter,
-    finished_shards,
-    open_directory,
-    plan_shards,
-    publish_manifest,
-    reopen,
-)
+from megatron_kd.cache.writer import CacheWriter
 
 __all__ = [
-    "CacheDirectory",
     "CacheError",
     "CacheReader",
     "CacheSpec",
@@ -26,11 +17,4 @@ __all__ = [
     "CachedRows",
     "CachedSample",
     "MixedReader",
-    "ShardEntry",
-    "ShardWriter",
-    "finished_shards",
-    "open_directory",
-    "plan_shards",
-    "publish_manifest",
-    "reopen",
 ]

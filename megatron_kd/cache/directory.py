@@ -55,6 +55,7 @@ class CacheDirectory:
         """
         directory = cls(path)
         folder, spec_file = directory.folder, directory.folder / SPEC_NAME
+        text = canonical_json(spec.as_dict())  # what is not plain JSON is refused before a trace
         if not spec_file.exists():
             if folder.exists() and any(
                 name != ENTRY_FOLDER and not name.startswith(".") for name in os.listdir(folder)
@@ -63,7 +64,7 @@ class CacheDirectory:
                     f"{folder} holds other files; choose an empty directory for the cache"
                 )
             (folder / ENTRY_FOLDER).mkdir(parents=True, exist_ok=True)
-            publish(spec_file, canonical_json(spec.as_dict()))
+            publish(spec_file, text)
         there = directory.spec()
         if there != spec:
             one, other = there.as_dict(), spec.as_dict()
@@ -83,6 +84,11 @@ class CacheDirectory:
     def is_complete(self) -> bool:
         """Whether the manifest is there; shards may have been lost since it was written."""
         return self.manifest_file.exists()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the description that all shards share is there."""
+        return (self.folder / SPEC_NAME).exists()
 
     def spec(self) -> CacheSpec:
         """The description that was published first."""

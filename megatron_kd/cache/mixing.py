@@ -105,19 +105,17 @@ class MixedReader:
     def __getitem__(self, index: int) -> CachedSample:
         source, local = self.locate(index)
         sample = self.readers[source][local]
-        missing = self.topk - sample.topk_ids.shape[1]
-        if missing:
-            widen = ((0, 0), (0, missing))
-            sample = replace(
-                sample,
-                topk_ids=np.pad(sample.topk_ids, widen, constant_values=-1),
-                topk_logprobs=np.pad(sample.topk_logprobs, widen, constant_values=-np.inf),
+        rows = sample.rows
+        widen = ((0, 0), (0, self.topk - rows.topk_ids.shape[1]))
+        if widen[1][1]:
+            rows = replace(
+                rows,
+                topk_ids=np.pad(rows.topk_ids, widen, constant_values=-1),
+                topk_logprobs=np.pad(rows.topk_logprobs, widen, constant_values=-np.inf),
             )
-        return replace(
-            sample,
-            log_z={tau: sample.log_z[tau] for tau in sorted(self._temperatures)},
-            hidden=sample.hidden if self._hidden else None,
-        )
+        log_z = {tau: rows.log_z[tau] for tau in sorted(self._temperatures)}
+        rows = replace(rows, log_z=log_z, hidden=rows.hidden if self._hidden else None)
+        return replace(sample, rows=rows)
 
     def cu_seqlens(self, index: int) -> np.ndarray:
         """[documents + 1] int32, without decoding rows."""

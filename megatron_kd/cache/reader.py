@@ -6,6 +6,7 @@ Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -37,17 +38,56 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class CachedSample:
-    """A sample at full length. Row t is the teacher's distribution of tokens[t + 1]."""
+    """A sample. Row t is the teacher's distribution of tokens[t + 1].
 
-    tokens: np.ndarray  # [n] int32
-    loss_mask: np.ndarray  # [n] bool
-    cu_seqlens: np.ndarray  # [documents + 1] int32
-    topk_ids: np.ndarray  # [n, K] int32; -1 where nothing is stored
-    topk_logprobs: np.ndarray  # [n, K] fp32; -inf where nothing is stored
-    mass: np.ndarray  # [n] fp32; 0 where nothing is stored
-    log_z: dict[float, np.ndarray] = field(default_factory=dict)
-    """τ: [n] fp32; 0 where nothing is stored."""
-    hidden: np.ndarray | None = None  # [n, D] fp16 or fp32; 0 where nothing is stored
+    The rows are held as they are stored; the attributes at full length ([n, …], with a filler where
+    nothing is stored) are made when they are first asked for.
+    """
+
+    tokens: np.ndarray
+    """[n] int32."""
+    loss_mask: np.ndarray
+    """[n] bool."""
+    cu_seqlens: np.ndarray
+    """[documents + 1] int32."""
+    rows: CachedRows
+
+    @cached_property
+    def topk_ids(self) -> np.ndarray:
+        """[n, K] int32; -1 where nothing is stored."""
+        return self._full(self.rows.topk_ids, -1)
+
+    @cached_property
+    def topk_logprobs(self) -> np.ndarray:
+        """[n, K] fp32, nats; -inf where nothing is stored."""
+        return self._full(self.rows.topk_logprobs, -np.inf)
+
+    @cached_property
+    def mass(self) -> np.ndarray:
+        """[n] fp32; 0 where nothing is stored."""
+        return self._full(self.rows.mass, 0)
+
+    @cached_property
+    def log_z(self) -> dict[float, np.ndarray]:
+        """τ: [n] fp32; 0 where nothing is stored."""
+        return {tau: self._full(column, 0) for tau, column in self.rows.log_z.items()}
+
+    @cached_property
+    def hidden(self) -> np.ndarray | None:
+        """[n, D] fp16 or fp32; 0 where nothing is stored. None where the cache keeps none."""
+        return None if self.rows.hidden is None else self._full(self.rows.hidden, 0)
+
+    def _full(self, values: np.ndarray, filler) -> np.ndarray:
+        positions, length = self.rows.positions, self.tokens.size
+        out = np.empty((length, *values.shape[1:]), values.dtype)
+        first = int(positions[0]) if positions.size else 0
+        end = first + positions.size
+        if not positions.size or positions[-1] == end - 1:  # one run of rows is a plain copy
+            out[:first], out[first:end], out[end:] = filler, values, filler
+        else:
+            out[~self.loss_mask] = filler
+            out[positions] = values
+        return out
 
 
 class CacheReader:
@@ -143,28 +183,15 @@ class CacheReader:
 
     def __getitem__(self, index: int) -> CachedSample:
         shard, local = self._locate(index)
-        tokens, mask, cu_seqlens = (
-            shard.tokens(local),
-            shard.loss_mask(local),
-            shard.cu_seqlens(local),
-        )
-        ids, logprobs, mass = shard.rows(local)
-        log_z, hidden = shard.log_z(local), shard.hidden(local)
-        self._account(shard.sample_bytes(local))
-        full = _expander(mask, index, ids.shape[0])
         return CachedSample(
-            tokens=tokens,
-            loss_mask=mask,
-            cu_seqlens=cu_seqlens,
-            topk_ids=full(ids, -1),
-            topk_logprobs=full(logprobs, -np.inf),
-            mass=full(mass, 0),
-            log_z={tau: full(column, 0) for tau, column in log_z.items()},
-            hidden=None if hidden is None else full(hidden, 0),
+            tokens=shard.tokens(local),
+            loss_mask=shard.loss_mask(local),
+            cu_seqlens=shard.cu_seqlens(local),
+            rows=self.rows(index),
         )
 
     def rows(self, index: int) -> CachedRows:
-        """The stored rows of a sample alone, for those who need no full length."""
+        """The stored rows of a sample alone, without its tokens."""
         shard, local = self._locate(index)
         positions = np.flatnonzero(shard.loss_mask(local))
         ids, logprobs, mass = shard.rows(local)
@@ -172,7 +199,7 @@ class CacheReader:
         self._account(shard.sample_bytes(local))
         if positions.size != ids.shape[0]:
             raise CacheError(
-                f"sample {index}: {positions.size} supervised, {ids.shape[0]} rows stored"
+                f"sample {index}: {positions.size} supervised positions, {ids.shape[0]} rows stored"
             )
         return CachedRows(positions, ids, logprobs, mass, log_z, hidden)
 
@@ -229,22 +256,3 @@ class CacheReader:
             self._touched_bytes = 0
             for shard in self._open.values():
                 shard.release_pages()
-
-
-def _expander(mask: np.ndarray, index: int, rows: int):
-    length, stored = mask.size, int(np.count_nonzero(mask))
-    if stored != rows:
-        raise CacheError(f"sample {index}: {stored} supervised positions, {rows} rows stored")
-    first = int(mask.argmax()) if stored else 0
-    run = bool(mask[first : first + stored].all())  # one run of rows is a plain copy
-
-    def full(values: np.ndarray, filler) -> np.ndarray:
-        out = np.empty((length, *values.shape[1:]), values.dtype)
-        if run:
-            out[:first], out[first : first + stored], out[first + stored :] = filler, values, filler
-        else:
-            out[~mask] = filler
-            out[mask] = values
-        return out
-
-    return full

@@ -43,7 +43,7 @@ def as_array(value, what: str, where: str, kinds: str) -> np.ndarray:
 def check_sample(
     spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
 ) -> Sample:
-    """Refuses what is no sequence with truncated teacher rows. Arguments: `ShardWriter.append`."""
+    """Refuses what is no sequence with truncated teacher rows. Arguments: `SampleWriter.append`."""
     tokens = as_array(tokens, "tokens", where, "iu")
     if tokens.ndim != 1 or not 1 <= tokens.size < 1 << 31:
         raise CacheError(f"{where}: tokens must be [n] with n ≥ 1, got shape {tokens.shape}")

@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from megatron_kd.cache.codecs import CODECS
+from megatron_kd.cache.format import CacheSpec
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.writer import CacheWriter
 
@@ -34,9 +35,11 @@ def measure(codec: str, vocab_size: int, topk: int, repeats: int) -> dict[str, f
     samples = [made_up_sample(rng, vocab_size, topk) for _ in range(SAMPLES)]
     positions = SAMPLES * (TOKENS - 1)
     with tempfile.TemporaryDirectory() as folder:
-        description = dict(vocab_size=vocab_size, topk=topk, teacher="none", tokenizer="none")
+        spec = CacheSpec(
+            vocab_size=vocab_size, topk=topk, teacher="none", tokenizer="none", codec=codec
+        )
         began = time.process_time()
-        with CacheWriter(f"{folder}/cache", codec=codec, **description) as writer:
+        with CacheWriter(f"{folder}/cache", spec) as writer:
             for sample in samples:
                 writer.append(*sample)
         written = positions / (time.process_time() - began)

@@ -8,8 +8,6 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
-import fsspec
-
 from megatron_kd.cache.format import MAX_JSON_BYTES, CacheError, read_text
 
 REMOTE_BLOCK_BYTES = 8 << 20
@@ -90,7 +88,7 @@ class Remote:
         self._forget()
 
     def read_text(self, name: str) -> str | None:
-        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        filesystem, path = _filesystem(f"{self.url}/{name}")
         try:
             size = filesystem.size(path)
             if size is not None and size > MAX_JSON_BYTES:
@@ -125,7 +123,7 @@ class Remote:
             os.utime(copy)
             return copy
         self._make_room(folder, expected_bytes)
-        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        filesystem, path = _filesystem(f"{self.url}/{name}")
         partial = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             size = filesystem.size(path)
@@ -151,7 +149,7 @@ class Remote:
 
     def names(self) -> list[str]:
         """What lies under the URL, sorted."""
-        filesystem, path = fsspec.core.url_to_fs(self.url)
+        filesystem, path = _filesystem(self.url)
         try:
             listed = filesystem.ls(path, detail=False)
         except FileNotFoundError:
@@ -160,7 +158,7 @@ class Remote:
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where it is missing."""
-        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        filesystem, path = _filesystem(f"{self.url}/{name}")
         try:
             return filesystem.info(path)["size"] if filesystem.isfile(path) else None
         except FileNotFoundError:
@@ -168,7 +166,7 @@ class Remote:
 
     def open(self, name: str) -> BinaryIO:
         """Read block by block, never copied here as a whole."""
-        filesystem, path = fsspec.core.url_to_fs(f"{self.url}/{name}")
+        filesystem, path = _filesystem(f"{self.url}/{name}")
         return filesystem.open(path, "rb", block_size=REMOTE_BLOCK_BYTES)
 
     def _make_room(self, folder: Path, needed_bytes: int) -> None:
@@ -185,6 +183,13 @@ class Remote:
                 break
             file.unlink(missing_ok=True)
             taken -= size
+
+
+def _filesystem(url: str):
+    """(the file system behind a URL, the path in it)"""
+    from fsspec.core import url_to_fs  # slow to import, and directories need none of it
+
+    return url_to_fs(url)
 
 
 def _remove_own(folder: Path, owner: int) -> None:

@@ -9,6 +9,7 @@ Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import numpy as np
 import xxhash
 
 from megatron_kd.cache.directory import CacheDirectory
-from megatron_kd.cache.format import MANIFEST_NAME, SPEC_NAME, CacheError, CacheSpec, ShardEntry
-from megatron_kd.cache.sample import ShardBuffer, check_sample
+from megatron_kd.cache.format import CacheError, CacheSpec, ShardEntry
+from megatron_kd.cache.sample import Sample, ShardBuffer, check_sample
 from megatron_kd.cache.shard import ShardHead, serialize
 from megatron_kd.files import publish
 
@@ -46,31 +47,10 @@ def plan_shards(
     return np.array(cuts, dtype=np.int64)
 
 
-class ShardWriter:
-    """Collects the samples of one shard in memory and puts the shard on disk in one step.
+class SampleWriter(ABC):
+    """Checks samples and takes them, one after the other."""
 
-    Args:
-        path: The cache's directory, prepared by `open_directory`.
-        shard: Its number. Two workers on the same shard do no harm: both write the same bytes.
-        first_sample: The number of the first sample appended.
-    """
-
-    def __init__(self, path: str | os.PathLike, spec: CacheSpec, shard: int, first_sample: int):
-        self.folder, self.spec, self.shard, self.first_sample = (
-            Path(path),
-            spec,
-            shard,
-            first_sample,
-        )
-        self._buffer = ShardBuffer(spec)
-
-    @property
-    def samples(self) -> int:
-        return self._buffer.samples
-
-    @property
-    def positions(self) -> int:
-        return self._buffer.positions
+    spec: CacheSpec
 
     def append(
         self,
@@ -101,10 +81,58 @@ class ShardWriter:
         Raises:
             CacheError: A row is not a truncated distribution, or shapes and dtypes are not these.
         """
-        where = f"sample {self.first_sample + self.samples}"
-        sample = check_sample(
-            self.spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
+        where = f"sample {self.next_sample}"
+        self._take(
+            check_sample(
+                self.spec,
+                where,
+                tokens,
+                loss_mask,
+                topk_ids,
+                topk_logprobs,
+                cu_seqlens,
+                log_z,
+                hidden,
+            )
         )
+
+    @property
+    @abstractmethod
+    def next_sample(self) -> int:
+        """The number that the next sample gets in the cache."""
+
+    @abstractmethod
+    def _take(self, sample: Sample) -> None:
+        """Adds a sample that was found good."""
+
+
+class ShardWriter(SampleWriter):
+    """Collects the samples of one shard in memory and puts the shard on disk in one step.
+
+    Args:
+        path: The cache's directory, begun by `CacheDirectory.begin`.
+        shard: Its number. Two workers on the same shard do no harm: both write the same bytes.
+        first_sample: The number of the first sample appended.
+    """
+
+    def __init__(self, path: str | os.PathLike, spec: CacheSpec, shard: int, first_sample: int):
+        self.directory, self.spec = CacheDirectory(path), spec
+        self.shard, self.first_sample = shard, first_sample
+        self._buffer = ShardBuffer(spec)
+
+    @property
+    def samples(self) -> int:
+        return self._buffer.samples
+
+    @property
+    def positions(self) -> int:
+        return self._buffer.positions
+
+    @property
+    def next_sample(self) -> int:
+        return self.first_sample + self.samples
+
+    def _take(self, sample: Sample) -> None:
         self._buffer.add(sample)
 
     def publish(self) -> ShardEntry:
@@ -121,8 +149,8 @@ class ShardWriter:
             bytes=len(payload),
             xxh3_128=xxhash.xxh3_128_hexdigest(payload),
         )
-        publish(self.folder / entry.file, payload)
-        CacheDirectory(self.folder).publish_entry(entry)
+        publish(self.directory.folder / entry.file, payload)
+        self.directory.publish_entry(entry)
         return entry
 
 
@@ -148,7 +176,7 @@ def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
     CacheDirectory(path).reopen(without=without)
 
 
-class CacheWriter:
+class CacheWriter(SampleWriter):
     """Writes a cache from one process, sample after sample.
 
     Leaving the `with` block without an exception publishes the manifest; an exception or a kill
@@ -157,74 +185,56 @@ class CacheWriter:
 
     Args:
         path: An empty or new directory.
+        spec: What the cache holds and whose it is.
         shard_positions: Supervised positions after which a shard is closed.
-        origin: See `publish_manifest`.
-        **description: The fields of `CacheSpec`: vocab_size, topk, teacher, tokenizer, codec, …
+        origin: Where the cache comes from; carried in the manifest, bound by nothing.
+
+    Raises:
+        CacheError: The directory holds something else.
     """
 
     def __init__(
         self,
         path: str | os.PathLike,
+        spec: CacheSpec,
         *,
         shard_positions: int = DEFAULT_SHARD_POSITIONS,
         resume: bool = False,
         origin: Mapping | None = None,
-        **description,
     ):
         if shard_positions < 1:
             raise CacheError(f"shard_positions must be at least 1, got {shard_positions}")
-        try:
-            self.spec = CacheSpec(**description)
-        except TypeError as error:
+        directory = CacheDirectory(path)
+        if directory.is_complete:
+            raise CacheError(f"{directory.folder} holds a complete cache; choose another directory")
+        if not resume and directory.is_begun:
             raise CacheError(
-                f"CacheWriter: {error}; see CacheSpec for what describes a cache"
-            ) from error
-        folder = Path(path)
-        if (folder / MANIFEST_NAME).exists():
-            raise CacheError(f"{folder} holds a complete cache; choose another directory")
-        if not resume and (folder / SPEC_NAME).exists():
-            raise CacheError(
-                f"{folder} holds an unfinished cache; continue it with resume=True or choose "
-                "another directory"
+                f"{directory.folder} holds an unfinished cache; continue it with resume=True or "
+                "choose another directory"
             )
-        self.folder = open_directory(folder, self.spec)
+        self.directory, self.spec = CacheDirectory.begin(path, spec), spec
         self.shard_positions, self.origin = shard_positions, origin
-        finished = finished_shards(self.folder)
-        shard = 0
-        self.next_sample = 0
-        while shard in finished and finished[shard].first_sample == self.next_sample:
-            self.next_sample += finished[shard].samples
+        finished = self.directory.finished()
+        shard = next_sample = 0
+        while shard in finished and finished[shard].first_sample == next_sample:
+            next_sample += finished[shard].samples
             shard += 1
-        self._shard = ShardWriter(self.folder, self.spec, shard, self.next_sample)
+        self._shard = ShardWriter(self.directory, spec, shard, next_sample)
 
-    def append(
-        self,
-        tokens,
-        loss_mask,
-        topk_ids,
-        topk_logprobs,
-        *,
-        cu_seqlens=None,
-        log_z=None,
-        hidden=None,
-    ) -> None:
-        """Adds one sample; see `ShardWriter.append`."""
-        self._shard.append(
-            tokens,
-            loss_mask,
-            topk_ids,
-            topk_logprobs,
-            cu_seqlens=cu_seqlens,
-            log_z=log_z,
-            hidden=hidden,
-        )
-        self.next_sample += 1
+    @property
+    def next_sample(self) -> int:
+        return self._shard.next_sample
+
+    def _take(self, sample: Sample) -> None:
+        self._shard._take(sample)
         if self._shard.positions >= self.shard_positions:
             self._flush()
 
     def _flush(self) -> None:
         self._shard.publish()
-        self._shard = ShardWriter(self.folder, self.spec, self._shard.shard + 1, self.next_sample)
+        self._shard = ShardWriter(
+            self.directory, self.spec, self._shard.shard + 1, self.next_sample
+        )
 
     def close(self) -> dict:
         """Publishes what is left and the manifest, and returns it."""
@@ -232,9 +242,9 @@ class CacheWriter:
             self._flush()
         if not self.next_sample:
             raise CacheError(
-                f"{self.folder}: no sample was appended, so there is no cache to complete"
+                f"{self.directory.folder}: no sample was appended, so there is no cache to complete"
             )
-        return publish_manifest(self.folder, samples=self.next_sample, origin=self.origin)
+        return self.directory.publish_manifest(samples=self.next_sample, origin=self.origin)
 
     def __enter__(self) -> "CacheWriter":
         return self

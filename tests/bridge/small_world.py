@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.data.sequences import SequenceWriter
 
 VOCAB_SIZE = 500  # not a multiple of anything the host pads to
@@ -144,13 +144,8 @@ def write_packed(directory: Path, split: str, teacher, samples, packing: str) ->
     folder = directory / "data" / split
     folder.mkdir(parents=True)
     sequences = SequenceWriter(folder)
-    with CacheWriter(
-        directory / "cache" / split,
-        packing=packing,
-        data={"seq_length": SEQUENCE_LENGTH},
-        shard_positions=256,
-        **CACHE,
-    ) as writer:
+    spec = CacheSpec(packing=packing, data={"seq_length": SEQUENCE_LENGTH}, **CACHE)
+    with CacheWriter(directory / "cache" / split, spec, shard_positions=256) as writer:
         for documents_of_sample in samples:
             tokens, mask = (torch.cat(parts) for parts in zip(*documents_of_sample, strict=True))
             if packing == "naive":
@@ -179,7 +174,7 @@ def write_cache(
     """The teacher's exact top-K of every supervised row; fp16 codec."""
     description = CACHE | {"vocab_size": vocab_size, "topk": topk, "sampling": sampling}
     description["temperatures"] = list(temperatures)
-    with CacheWriter(directory, shard_positions=256, **description) as writer:
+    with CacheWriter(directory, CacheSpec(**description), shard_positions=256) as writer:
         for tokens, mask in samples:
             logprobs = torch.log_softmax(teacher(tokens[None]).logits[0].double(), -1)
             values, ids = logprobs.float().topk(topk, dim=-1)

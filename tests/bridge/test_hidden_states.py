@@ -15,7 +15,7 @@ from small_world import (
     online,
 )
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 
 TP2 = "bridge.model.tensor_model_parallel_size=2"
 SP = "bridge.model.sequence_parallel=true"
@@ -31,17 +31,16 @@ BALANCED = ["hidden_states.balance=true", "hidden_states.weight=0.5"]
 @torch.no_grad()
 def write_hidden_cache(directory, teacher, samples) -> None:
     """The small world's cache, with the teacher's last hidden state in fp32."""
-    with CacheWriter(
-        directory,
+    spec = CacheSpec(
         vocab_size=VOCAB_SIZE,
         topk=TOPK,
         teacher="small",
         tokenizer="none",
         codec="fp16",
-        shard_positions=256,
         hidden_size=teacher.config.hidden_size,
         hidden_dtype="float32",
-    ) as writer:
+    )
+    with CacheWriter(directory, spec, shard_positions=256) as writer:
         for tokens, mask in samples:
             hidden = teacher.model(tokens[None]).last_hidden_state[0]
             values, ids = torch.log_softmax(teacher.lm_head(hidden), -1).topk(TOPK, dim=-1)

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_kd.cache.codecs import CODECS
-from megatron_kd.cache.format import CacheError
+from megatron_kd.cache.format import CacheError, CacheSpec
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, CacheWriter
 from megatron_kd.data.convert.distillkit import CONFIG_NAME, Compression, captured_samples
 from megatron_kd.data.convert.megatron import read_meta, saved_samples
 from megatron_kd.data.sequences import SequenceReader
 
-FORMATS = ("megatron", "distillkit")
 CHECKED_POSITIONS = 2000  # after so many, rows that do not fit the tokens are found out
 
 
@@ -124,7 +123,7 @@ def _append(writer: CacheWriter, tokens, loss_mask, ids, logprobs, cu_seqlens) -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("format", choices=FORMATS, help="whose capture it is")
+    parser.add_argument("format", choices=CONVERTERS, help="whose capture it is")
     parser.add_argument("source", help="its directory")
     parser.add_argument("--output", required=True, help="the cache to make (a new directory)")
     parser.add_argument("--teacher", required=True, help="name of the teacher, for the manifest")
@@ -137,23 +136,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size", type=int, help="default: that of the data or of the capture"
     )
-    parser.add_argument("--licence", help="the teacher's licence, for the manifest")
+    parser.add_argument("--license", help="the teacher's, for the manifest")
+    parser.add_argument("--licence", dest="license", help=argparse.SUPPRESS)  # its older spelling
     parser.add_argument("--codec", choices=CODECS, default="compact")
     parser.add_argument("--shard-positions", type=int, default=DEFAULT_SHARD_POSITIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     source = Path(args.source)
-    common = dict(
-        teacher=args.teacher,
-        licence=args.licence,
-        codec=args.codec,
-        shard_positions=args.shard_positions,
-    )
-    if args.format == "megatron":
-        tally = _run_megatron(args, source, common)
-    else:
-        tally = _run_distillkit(args, source, common)
+    tally = CONVERTERS[args.format](args, source)
     print(f"{args.output}: {tally.samples} samples")
     if tally.padding_ids:
         print(
@@ -164,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_megatron(args, source: Path, common: dict) -> Tally:
+def _run_megatron(args: argparse.Namespace, source: Path) -> Tally:
     if args.data is None:
         raise CacheError("Megatron's files hold no tokens: give the prepared split with --data")
     data = SequenceReader(args.data).manifest
@@ -172,8 +163,7 @@ def _run_megatron(args, source: Path, common: dict) -> Tally:
     if "k" not in saver:
         raise CacheError(f"{source}: its _meta.json does not say how many candidates were kept")
     sampling = {"method": "topk"} | ({"top_p": saver["p"]} if saver.get("p") is not None else {})
-    with CacheWriter(
-        args.output,
+    spec = CacheSpec(
         vocab_size=args.vocab_size or data["vocab_size"],
         topk=int(saver["k"]),
         tokenizer=data["tokenizer"],
@@ -182,24 +172,32 @@ def _run_megatron(args, source: Path, common: dict) -> Tally:
         data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
         engine={"name": "megatron-lm", "converted": True},
         sampling=sampling,
-        **common,
-    ) as writer:
+        teacher=args.teacher,
+        licence=args.license,
+        codec=args.codec,
+    )
+    with CacheWriter(args.output, spec, shard_positions=args.shard_positions) as writer:
         return convert_megatron(source, Path(args.data), writer)
 
 
-def _run_distillkit(args, source: Path, common: dict) -> Tally:
+def _run_distillkit(args: argparse.Namespace, source: Path) -> Tally:
     if args.tokenizer is None:
         raise CacheError(
             "DistillKit's files do not say which tokenizer made them: give --tokenizer"
         )
     compression = Compression.read(source / CONFIG_NAME)
-    with CacheWriter(
-        args.output,
+    spec = CacheSpec(
         vocab_size=args.vocab_size or compression.d,
         topk=compression.k,
         tokenizer=args.tokenizer,
         packing="none",
         engine={"name": "distillkit", "converted": True},
-        **common,
-    ) as writer:
+        teacher=args.teacher,
+        licence=args.license,
+        codec=args.codec,
+    )
+    with CacheWriter(args.output, spec, shard_positions=args.shard_positions) as writer:
         return convert_distillkit(source, compression, writer)
+
+
+CONVERTERS = {"megatron": _run_megatron, "distillkit": _run_distillkit}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 
 
 def make_rows(rng, rows, vocab_size, topk, *, shape="zipf", spread_ids=False):
@@ -46,12 +46,11 @@ def make_samples(seed=0, count=6, vocab_size=1000, topk=8, tokens=(20, 60), **ki
     ]
 
 
-def write_cache(path, samples, **description):
+def write_cache(path, samples, *, shard_positions=60, origin=None, **description):
     """A cache of samples as `make_samples` gives them."""
-    settings = dict(
-        vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer", shard_positions=60
-    )
-    with CacheWriter(path, **(settings | description)) as writer:
+    settings = dict(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")
+    spec = CacheSpec(**(settings | description))
+    with CacheWriter(path, spec, shard_positions=shard_positions, origin=origin) as writer:
         for sample in samples:
             writer.append(*sample)
     return path

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_samples import make_sample
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.cache.verify import verify_cache
 
 KINDS = {
@@ -35,16 +35,15 @@ DIGESTS = {
 def write(path, codec, vocab_size, topk, **description):
     """A cache of two shards whose samples depend on the arguments alone."""
     rng = np.random.default_rng((vocab_size, topk))
-    with CacheWriter(
-        path,
+    spec = CacheSpec(
         vocab_size=vocab_size,
         topk=topk,
         codec=codec,
         teacher={"name": "café"},
         tokenizer="tokenizer",
-        shard_positions=80,
         **description,
-    ) as writer:
+    )
+    with CacheWriter(path, spec, shard_positions=80) as writer:
         for number in range(6):
             tokens, mask, ids, logprobs = make_sample(rng, 31, vocab_size, topk)
             further = {}

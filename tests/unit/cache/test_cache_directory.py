@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 from cache_samples import directory_bytes, make_samples, write_cache
 
-from megatron_kd.cache import (
-    CacheDirectory,
-    CacheError,
-    CacheReader,
-    CacheSpec,
-    ShardWriter,
-    directory,
-)
-from megatron_kd.cache.writer import plan_shards
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, directory
+from megatron_kd.cache.directory import CacheDirectory
+from megatron_kd.cache.writer import ShardWriter, plan_shards
 
 SPEC = CacheSpec(vocab_size=1000, topk=8, teacher="t", tokenizer="k")
 SAMPLES = make_samples(count=12)

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 from cache_samples import directory_bytes, make_samples, write_cache
 
-from megatron_kd.cache import (
-    CacheError,
-    CacheReader,
-    CacheSpec,
-    CacheWriter,
-    ShardWriter,
-    finished_shards,
-    publish_manifest,
-    reopen,
-)
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter
+from megatron_kd.cache.directory import CacheDirectory
+from megatron_kd.cache.writer import ShardWriter
 
 SETTINGS = dict(vocab_size=1000, topk=4, teacher="t", tokenizer="k")
 
@@ -28,8 +21,8 @@ def test_reopening_believes_no_entry_left_by_a_killed_writer(tmp_path, monkeypat
     path = write_cache(tmp_path / "c", make_samples(count=12))
     monkeypatch.undo()
     assert list((path / "finished").glob("shard-*.json"))
-    reopen(path, without=[1])
-    assert 1 not in finished_shards(path) and 0 in finished_shards(path)
+    CacheDirectory(path).reopen(without=[1])
+    assert 1 not in CacheDirectory(path).finished() and 0 in CacheDirectory(path).finished()
 
 
 def test_a_full_disk_leaves_no_trace_of_the_shard(tmp_path, monkeypatch):
@@ -48,7 +41,7 @@ def test_a_full_disk_leaves_no_trace_of_the_shard(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_cache(tmp_path / "c", make_samples(count=12))
     assert any("shard-000000.safetensors" in name for name in open_files)
-    assert sorted(finished_shards(tmp_path / "c")) == [0]
+    assert sorted(CacheDirectory(tmp_path / "c").finished()) == [0]
     left = [file.name for file in (tmp_path / "c").rglob("*") if file.is_file()]
     assert sorted(left) == ["shard-000000.json", "shard-000000.safetensors", "spec.json"]
 
@@ -89,35 +82,35 @@ def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
 def test_only_whole_shards_count_as_finished(tmp_path):
     path = write_cache(tmp_path / "c", make_samples(count=12))
     count = len(CacheReader(path).shards)
-    reopen(path)
-    assert sorted(finished_shards(path)) == list(range(count))
+    CacheDirectory(path).reopen()
+    assert sorted(CacheDirectory(path).finished()) == list(range(count))
     os.truncate(path / "shard-000001.safetensors", 100)
     (path / "shard-000002.safetensors").unlink()
-    assert sorted(finished_shards(path)) == [n for n in range(count) if n not in (1, 2)]
+    assert sorted(CacheDirectory(path).finished()) == [n for n in range(count) if n not in (1, 2)]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 90, b"[]", "another's"])
 def test_a_shard_with_a_broken_entry_is_made_again(tmp_path, damage):
     path = write_cache(tmp_path / "c", make_samples(count=12))
     whole = directory_bytes(path)
-    reopen(path)
+    CacheDirectory(path).reopen()
     entry = path / "finished" / "shard-000001.json"
     if damage == "another's":
         damage = entry.with_name("shard-000002.json").read_bytes()
     entry.write_bytes(damage)
-    assert 1 not in finished_shards(path)
+    assert 1 not in CacheDirectory(path).finished()
     spec = CacheSpec.from_dict(json.loads((path / "spec.json").read_text()))
-    first = finished_shards(path)[0].samples
+    first = CacheDirectory(path).finished()[0].samples
     writer = ShardWriter(path, spec, 1, first)
-    for sample in make_samples(count=12)[first : finished_shards(path)[2].first_sample]:
+    for sample in make_samples(count=12)[first : CacheDirectory(path).finished()[2].first_sample]:
         writer.append(*sample)
     writer.publish()
-    publish_manifest(path, samples=12)
+    CacheDirectory(path).publish_manifest(samples=12)
     assert directory_bytes(path) == whole
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(CacheError, match="other files"):
-        CacheWriter(tmp_path, **SETTINGS)
+        CacheWriter(tmp_path, CacheSpec(**SETTINGS))
     assert os.listdir(tmp_path) == ["thesis.txt"]

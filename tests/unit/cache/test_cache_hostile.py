@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from cache_samples import make_sample, make_samples, write_cache
 
-from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter
 from megatron_kd.cache.codecs import RowEntries
+from megatron_kd.cache.directory import CacheDirectory
 from megatron_kd.cache.format import seal
 from megatron_kd.cache.sample import Sample
-from megatron_kd.cache.writer import open_directory, publish_manifest
+from megatron_kd.cache.writer import ShardWriter
 from megatron_kd.files import SAFETENSORS_DTYPES, canonical_json, file_checksum, sha256_json
 
 
@@ -290,7 +291,7 @@ def test_what_would_poison_a_training_step(tmp_path, codec, name, where, value):
     rng = np.random.default_rng(0)
     path = tmp_path / "c"
     settings = dict(vocab_size=1000, topk=8, teacher="t", tokenizer="t")
-    with CacheWriter(path, **settings, **description) as writer:
+    with CacheWriter(path, CacheSpec(**settings, **description)) as writer:
         for _ in range(3):
             sample = make_sample(rng, 24, 1000, 8)
             writer.append(*sample, log_z={2.0: rng.normal(size=24)})
@@ -337,7 +338,7 @@ def test_a_link_is_not_followed_by_name(path, tmp_path):
 
 SMALL_MEMORY = """
 import resource, sys
-from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, ShardWriter
+from megatron_kd.cache import CacheError, CacheReader
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     CacheReader(sys.argv[1], check_checksums=False)[0]
@@ -363,7 +364,7 @@ def test_a_huge_k_over_many_rows_is_refused_before_allocation(tmp_path, codec):
     rows = 2000
     description = dict(vocab_size=1 << 20, topk=1 << 20, teacher="t", tokenizer="t", codec=codec)
     spec = CacheSpec(**description)
-    path = open_directory(tmp_path / "cache", spec)
+    path = CacheDirectory.begin(tmp_path / "cache", spec).folder
     writer = ShardWriter(path, spec, 0, 0)
     sample = Sample(
         tokens=np.zeros(rows + 1, np.int32),
@@ -380,7 +381,7 @@ def test_a_huge_k_over_many_rows_is_refused_before_allocation(tmp_path, codec):
     )
     writer._buffer.add(sample)
     writer.publish()
-    publish_manifest(path, samples=1)
+    CacheDirectory(path).publish_manifest(samples=1)
     out = read_in_little_memory(path)
     assert out.stdout.startswith("refused:") and "slots" in out.stdout, out.stderr[-2000:]
 

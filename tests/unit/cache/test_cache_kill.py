@@ -9,9 +9,10 @@ import time
 import pytest
 from cache_samples import directory_bytes, make_samples, write_cache
 
-from megatron_kd.cache import CacheWriter, publish_manifest
+from megatron_kd.cache import CacheSpec, CacheWriter
+from megatron_kd.cache.directory import CacheDirectory
 
-SETTINGS = dict(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")
+SPEC = CacheSpec(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")
 
 
 def write_in_a_child(path, samples, patience_s):
@@ -20,7 +21,7 @@ def write_in_a_child(path, samples, patience_s):
     if not child:
         status = 1
         try:
-            with CacheWriter(path, shard_positions=60, resume=True, **SETTINGS) as writer:
+            with CacheWriter(path, SPEC, shard_positions=60, resume=True) as writer:
                 for sample in samples[writer.next_sample :]:
                     writer.append(*sample)
             status = 0
@@ -51,7 +52,8 @@ def test_killed_at_random_moments(tmp_path, kills):
         patience_s = moments.uniform(0, whole_s) if made < kills else 600
         made += not write_in_a_child(path, samples, patience_s)
         if (path / "manifest.json").exists():  # the writer may also be killed after its last act
-            publish_manifest(path, samples=len(samples))  # sweeps what killed ones left
+            # Sweeps what the killed ones left.
+            CacheDirectory(path).publish_manifest(samples=len(samples))
             assert directory_bytes(path) == whole
             completed += 1
             shutil.rmtree(path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cache_samples import assert_rows, make_samples, write_cache
 
-from megatron_kd.cache import CacheError, CacheReader, CacheWriter, MixedReader
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter, MixedReader
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +108,15 @@ def test_extras_are_those_all_have(tmp_path):
     for name, temperatures in (("a", (2.0, 3.0)), ("b", (2.0,))):
         samples = make_samples(count=3)
         with_extras = tmp_path / name
-        with CacheWriter(
-            with_extras,
+        spec = CacheSpec(
             vocab_size=1000,
             topk=8,
             teacher="t",
             tokenizer="k",
             temperatures=temperatures,
             hidden_size=4,
-        ) as writer:
+        )
+        with CacheWriter(with_extras, spec) as writer:
             for sample in samples:
                 n = sample[0].size
                 writer.append(

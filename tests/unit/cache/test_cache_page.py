@@ -5,7 +5,7 @@ import pytest
 from cache_samples import make_sample
 from page_reader import PageReader
 
-from megatron_kd.cache import CacheReader, CacheWriter
+from megatron_kd.cache import CacheReader, CacheSpec, CacheWriter
 
 
 @pytest.mark.parametrize("codec", ["compact", "fp16"])
@@ -14,18 +14,17 @@ from megatron_kd.cache import CacheReader, CacheWriter
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_reader_written_from_the_page(tmp_path, codec, vocab_size, topk, shape, dtype):
     rng = np.random.default_rng(0)
-    with CacheWriter(
-        tmp_path / "c",
+    spec = CacheSpec(
         vocab_size=vocab_size,
         topk=topk,
         teacher={"name": "t"},
         tokenizer="k",
         codec=codec,
-        shard_positions=30,
         temperatures=(2.0, 0.7),
         hidden_size=3,
         hidden_dtype=dtype,
-    ) as writer:
+    )
+    with CacheWriter(tmp_path / "c", spec, shard_positions=30) as writer:
         for number in range(5):
             n = int(rng.integers(2, 30))
             tokens, mask, ids, logprobs = make_sample(rng, n, vocab_size, topk, shape=shape)

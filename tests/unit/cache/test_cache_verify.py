@@ -11,10 +11,12 @@ import pytest
 from cache_samples import make_samples, write_cache
 
 from megatron_kd import cli
-from megatron_kd.cache import CacheDirectory, CacheError, CacheReader, CacheSpec, ShardWriter
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec
+from megatron_kd.cache.directory import CacheDirectory
 from megatron_kd.cache.format import read_json
 from megatron_kd.cache.storage import Directory
 from megatron_kd.cache.verify import find_caches, repair_cache, verify_cache
+from megatron_kd.cache.writer import ShardWriter
 
 COUNT = 24
 

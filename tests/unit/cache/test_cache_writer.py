@@ -3,24 +3,16 @@
 import json
 import os
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cache_samples import assert_rows, directory_bytes, make_sample, make_samples, write_cache
 
-from megatron_kd.cache import (
-    CacheError,
-    CacheReader,
-    CacheSpec,
-    CacheWriter,
-    ShardWriter,
-    finished_shards,
-    open_directory,
-    plan_shards,
-    publish_manifest,
-    reopen,
-)
+from megatron_kd.cache import CacheError, CacheReader, CacheSpec, CacheWriter
+from megatron_kd.cache.directory import CacheDirectory
+from megatron_kd.cache.writer import ShardWriter, plan_shards
 
 SETTINGS = dict(vocab_size=1000, topk=4, teacher="t", tokenizer="k")
 
@@ -75,7 +67,7 @@ def put(array, where, value):
     ],
 )
 def test_refuses_what_is_no_row(tmp_path, change, message):
-    writer = CacheWriter(tmp_path / "c", **SETTINGS)
+    writer = CacheWriter(tmp_path / "c", CacheSpec(**SETTINGS))
     writer.append(*good_sample())
     with pytest.raises(CacheError, match=message) as caught:
         writer.append(*broken(change))
@@ -95,7 +87,7 @@ def test_refuses_what_is_no_row(tmp_path, change, message):
     ],
 )
 def test_refuses_wrong_extras(tmp_path, extra, message):
-    writer = CacheWriter(tmp_path / "c", **SETTINGS)
+    writer = CacheWriter(tmp_path / "c", CacheSpec(**SETTINGS))
     with pytest.raises(CacheError, match=message):
         writer.append(*good_sample(), **extra)
 
@@ -117,14 +109,18 @@ def test_refuses_wrong_extras(tmp_path, extra, message):
         (dict(teacher={"name": object()}), "plain JSON"),
         (dict(teacher=""), "teacher must be a fingerprint"),
         (dict(tokenizer=None), "tokenizer must be a fingerprint"),
-        (dict(colour="red"), "colour"),
-        (dict(shard_positions=0), "shard_positions"),
     ],
 )
 def test_refuses_a_wrong_description(tmp_path, change, message):
     with pytest.raises(CacheError, match=message):
-        CacheWriter(tmp_path / "c", **(SETTINGS | change))
-    assert not (tmp_path / "c" / "manifest.json").exists()
+        CacheWriter(tmp_path / "c", CacheSpec(**(SETTINGS | change)))
+    assert not (tmp_path / "c").exists()
+
+
+def test_refuses_shards_without_positions(tmp_path):
+    with pytest.raises(CacheError, match="shard_positions must be at least 1, got 0"):
+        CacheWriter(tmp_path / "c", CacheSpec(**SETTINGS), shard_positions=0)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_sample_no_reader_would_take_is_refused(tmp_path, monkeypatch):
@@ -177,17 +173,16 @@ def test_everything_beside_the_rows(tmp_path, codec):
     settings = dict(temperatures=(2.0, 0.5), hidden_size=5, codec=codec)
     for dtype, tolerance in (("float32", 0), ("float16", 1e-3), ("bfloat16", 8e-3)):
         path = tmp_path / dtype
-        with CacheWriter(
-            path,
+        spec = CacheSpec(
             vocab_size=1000,
             topk=8,
             teacher={"name": "t"},
             tokenizer="k",
             hidden_dtype=dtype,
-            shard_positions=50,
             licence="apache-2.0",
             **settings,
-        ) as writer:
+        )
+        with CacheWriter(path, spec, shard_positions=50) as writer:
             extras.clear()
             for sample in samples:
                 n = sample[0].size
@@ -246,16 +241,16 @@ def test_same_bytes_however_the_work_is_split(tmp_path):
     assert len(shards) > 5
     random.Random(0).shuffle(shards)
     for worker in range(3):
-        open_directory(split, spec)
+        CacheDirectory.begin(split, spec)
         for shard in shards[worker::3]:
             writer = ShardWriter(split, spec, shard, int(plan[shard]))
             for sample in samples[plan[shard] : plan[shard + 1]]:
                 writer.append(*sample)
             if worker == 1 and shard == shards[1]:
                 with pytest.raises(CacheError, match="not complete"):
-                    publish_manifest(split, samples=len(samples))
+                    CacheDirectory(split).publish_manifest(samples=len(samples))
             writer.publish()
-    publish_manifest(split, samples=len(samples))
+    CacheDirectory(split).publish_manifest(samples=len(samples))
     assert directory_bytes(split) == directory_bytes(whole)
 
 
@@ -270,10 +265,10 @@ def test_plan_cuts_where_the_plain_writer_cuts(tmp_path):
 
 def test_an_exception_leaves_no_manifest_and_can_be_continued(tmp_path):
     samples = make_samples(count=12)
-    settings = dict(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")
+    spec = CacheSpec(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")
     with (
         pytest.raises(RuntimeError),
-        CacheWriter(tmp_path / "c", shard_positions=60, **settings) as writer,
+        CacheWriter(tmp_path / "c", spec, shard_positions=60) as writer,
     ):
         for sample in samples[:8]:
             writer.append(*sample)
@@ -282,31 +277,31 @@ def test_an_exception_leaves_no_manifest_and_can_be_continued(tmp_path):
     with pytest.raises(CacheError, match="unfinished one"):
         CacheReader(tmp_path / "c")
     with pytest.raises(CacheError, match="resume=True"):
-        CacheWriter(tmp_path / "c", **settings)
+        CacheWriter(tmp_path / "c", spec)
     with pytest.raises(CacheError, match="other settings.*topk"):
-        CacheWriter(tmp_path / "c", resume=True, **(settings | dict(topk=9)))
-    with CacheWriter(tmp_path / "c", resume=True, shard_positions=60, **settings) as writer:
+        CacheWriter(tmp_path / "c", replace(spec, topk=9), resume=True)
+    with CacheWriter(tmp_path / "c", spec, resume=True, shard_positions=60) as writer:
         assert 0 < writer.next_sample <= 8  # what was in finished shards
         for sample in samples[writer.next_sample :]:
             writer.append(*sample)
     whole = write_cache(tmp_path / "whole", samples)
     assert directory_bytes(tmp_path / "c") == directory_bytes(whole)
     with pytest.raises(CacheError, match="complete cache"):
-        CacheWriter(tmp_path / "c", resume=True, **settings)
+        CacheWriter(tmp_path / "c", spec, resume=True)
 
 
 def test_reopening_keeps_sound_shards(tmp_path):
     path = write_cache(tmp_path / "c", make_samples(count=12))
     before, files = directory_bytes(path), len(CacheReader(path).shards)
-    reopen(path, without=[1])
-    assert sorted(finished_shards(path)) == [n for n in range(files) if n != 1]
+    CacheDirectory(path).reopen(without=[1])
+    assert sorted(CacheDirectory(path).finished()) == [n for n in range(files) if n != 1]
     assert not (path / "manifest.json").exists()
     with pytest.raises(CacheError, match="not complete"):
-        publish_manifest(path, samples=12)
+        CacheDirectory(path).publish_manifest(samples=12)
     reopened = write_cache(tmp_path / "again", make_samples(count=12))
     os.replace(reopened / "shard-000001.safetensors", path / "shard-000001.safetensors")
     (path / "finished" / "shard-000001.json").write_text(
         json.dumps(CacheReader(reopened).shards[1].as_dict())
     )
-    publish_manifest(path, samples=12)
+    CacheDirectory(path).publish_manifest(samples=12)
     assert directory_bytes(path) == before

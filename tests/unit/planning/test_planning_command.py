@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.cache.codecs import bytes_per_position
 from megatron_kd.cli import main
 from megatron_kd.config import from_recipe
@@ -179,9 +179,8 @@ def test_cache_size_against_a_written_cache(tmp_path, codec):
     logits = 3 * rng.standard_normal((positions, vocab))
     ids = np.argsort(-logits, axis=1)[:, :k]
     logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    with CacheWriter(
-        tmp_path / "cache", vocab_size=vocab, topk=k, teacher="t", tokenizer="t", codec=codec
-    ) as writer:
+    spec = CacheSpec(vocab_size=vocab, topk=k, teacher="t", tokenizer="t", codec=codec)
+    with CacheWriter(tmp_path / "cache", spec) as writer:
         writer.append(
             rng.integers(0, vocab, positions).astype(np.int32),
             np.ones(positions, bool) & (np.arange(positions) < positions - 1),

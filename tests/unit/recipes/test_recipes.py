@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from published_models import MODELS
 
-from megatron_kd.cache import CacheWriter
+from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.data.sequences import SequenceWriter
 from megatron_kd.tools.planning.model_shape import shape_of_directory
 
@@ -65,15 +65,15 @@ def workplace(tmp_path_factory) -> Path:
     tokens, mask = np.arange(8, dtype=np.int32), np.array([True] * 7 + [False])
     for name, (vocab_size, length) in CACHES.items():
         for split in ("train", "validation"):
-            with CacheWriter(
-                folder / "caches" / name / split,
+            spec = CacheSpec(
                 vocab_size=vocab_size,
                 topk=100,
                 teacher="published",
                 tokenizer="published",
                 packing=packing_of(name),
                 data={"seq_length": length},
-            ) as writer:
+            )
+            with CacheWriter(folder / "caches" / name / split, spec) as writer:
                 ids = np.tile(np.arange(vocab_size - 100, vocab_size), (8, 1))
                 writer.append(tokens, mask, ids, np.full((8, 100), np.log(0.009), np.float32))
             data = folder / "data" / name / split
