@@ -6,17 +6,15 @@ Nothing here imports torch, so that a recipe is refused before anything heavy is
 import difflib
 import importlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_kd.losses.objectives import Objective
-
-OBJECTIVES: dict[str, "str | Objective"] = {
+OBJECTIVES: dict[str, Any] = {
     "forward_kl": "megatron_kd.losses.objectives.forward_kl:FORWARD_KL",
     "reverse_kl": "megatron_kd.losses.objectives.reverse_kl:REVERSE_KL",
     "jsd": "megatron_kd.losses.objectives.jsd:JSD",
 }
-"""Name of an objective → its unit, or "module:attribute" of it, which is imported on first use."""
+"""Name of an objective → its unit, a `megatron_kd.losses.objectives.Objective`, or "module:attribute"
+of the unit, which is imported on first use."""
 
 TAILS = ("none", "renormalize", "bucket")
 
@@ -106,8 +104,8 @@ class Divergence:
             )
 
 
-def objective_unit(name: str) -> "Objective":
-    """The unit registered under a name that `Divergence` has accepted.
+def objective_unit(name: str) -> Any:
+    """The unit (`megatron_kd.losses.objectives.Objective`) of a name that `Divergence` has accepted.
 
     Raises:
         KeyError: There is no such name.
