@@ -15,6 +15,14 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def uninitialized_memory_is_nan():
+    """What is used before it is written shows as NaN; spawned ranks see to it themselves."""
+    import nan_memory
+
+    nan_memory.poison()
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir():
     """SmolLM2-135M-Instruct as a Hugging Face directory, converted once for this machine."""

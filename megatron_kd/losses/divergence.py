@@ -13,8 +13,8 @@ OBJECTIVES: dict[str, Any] = {
     "reverse_kl": "megatron_kd.losses.objectives.reverse_kl:REVERSE_KL",
     "jsd": "megatron_kd.losses.objectives.jsd:JSD",
 }
-"""Name of an objective → its unit, a `megatron_kd.losses.objectives.Objective`, or "module:attribute"
-of the unit, which is imported on first use."""
+"""Name → unit, an `Objective` of `megatron_kd.losses.objectives`, or where it is imported from on
+first use, "module:attribute"."""
 
 TAILS = ("none", "renormalize", "bucket")
 
@@ -105,7 +105,7 @@ class Divergence:
 
 
 def objective_unit(name: str) -> Any:
-    """The unit (`megatron_kd.losses.objectives.Objective`) of a name that `Divergence` has accepted.
+    """The unit of a name that `Divergence` has accepted, imported where it has not been yet.
 
     Raises:
         KeyError: There is no such name.

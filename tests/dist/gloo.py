@@ -7,6 +7,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import nan_memory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -44,6 +45,7 @@ def run_ranks(world_size, fn, *args):
 def _rank(rank, world_size, directory, fn, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    nan_memory.poison()
     try:
         dist.init_process_group(
             "gloo",

@@ -1,6 +1,9 @@
 """Vocabulary shards on gloo ranks: loss and every gradient equal those of one rank.
 
-Letters: S sequence, B micro-batch, D hidden, V vocabulary, K support.
+One world of ranks runs all cases and goes on after one that fails, so that a failure names its case
+and hides no other.
+
+S sequence, B micro-batch, D hidden size, V vocabulary with padding, K support.
 """
 
 import itertools
@@ -98,100 +101,128 @@ def topk_heads(target, upstream, options):
     }
 
 
-def compare(got, want, rank, ranks, context, sharded_sequence=False):
+class World:
+    """One rank of a world, with its parts of the inputs and the outcome of every case."""
+
+    def __init__(self, rank):
+        self.rank, self.ranks, self.group = rank, dist.get_world_size(), dist.group.WORLD
+        self.failures = {}
+        self.count = 0
+
+    def part(self, *tensors):
+        """This rank's chunk of each along its first dimension."""
+        return [x.chunk(self.ranks)[self.rank] for x in tensors]
+
+    def check(self, name, function, *args, **options):
+        """Run a case on every rank at once; an assertion that fails is kept under its name.
+
+        Any other error ends the world: the ranks would no longer be at the same collective.
+        """
+        self.count += 1
+        try:
+            function(*args, **options)
+        except AssertionError as error:
+            self.failures[name] = str(error)
+        except Exception as error:
+            raise RuntimeError(f"case {name!r} broke off") from error
+
+
+def compare(world, got, want, sharded_sequence=False):
+    """Assert that loss and gradients of this rank are those of one rank, all of them at once."""
     want = list(want)
     if sharded_sequence:
-        want[1] = want[1].chunk(ranks)[rank]
-    want[2], want[3] = want[2].chunk(ranks)[rank], want[3].chunk(ranks)[rank]
+        (want[1],) = world.part(want[1])
+    want[2:] = world.part(*want[2:])
+    wrong = []
     for name, x, y in zip(("loss", "d_hidden", "d_weight", "d_bias"), got, want, strict=True):
-        assert torch.allclose(x, y, rtol=1e-10, atol=1e-12), (
-            f"{context} {name}: off by {(x - y).abs().max():.2e}, "
-            f"ratio {(x.norm() / y.norm()).item():.3f}"
-        )
+        if not torch.allclose(x, y, rtol=1e-10, atol=1e-12):
+            ratio = (x.norm() / y.norm()).item()
+            wrong.append(f"{name} off by {(x - y).abs().max():.2e}, ratio {ratio:.3f}")
+    assert not wrong, "; ".join(wrong)
 
 
-def topk_on_rank(rank):
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+def topk_cases(world):
     hidden, weight, bias, target, labels, upstream = make_inputs()
-    w, b = weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
-    combinations = itertools.product(
+    w, b = world.part(weight, bias)
+
+    def case(head, want):
+        compare(world, evaluate(head, hidden, w, b, upstream), want)
+
+    for objective, tail, temperature in itertools.product(
         ("forward_kl", "reverse_kl", "jsd"),
         ("none", "renormalize", "bucket"),
-        (1.0, 2.0) if ranks == 2 else (2.0,),
-    )
-    for objective, tail, temperature in combinations:
+        (1.0, 2.0) if world.ranks == 2 else (2.0,),
+    ):
         choice = dict(objective=objective, tail=tail, temperature=temperature)
         divergence = Divergence(**choice, beta=0.3, ce_weight=0.2)
         options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
         want = evaluate(definition(target, options), hidden, weight, bias, upstream)
-        for name, head in topk_heads(target, upstream, dict(options, tp_group=group)).items():
-            got = evaluate(head, hidden, w, b, upstream)
-            compare(got, want, rank, ranks, f"TP {ranks} {name} {objective} {tail} {temperature}")
-    return "done"
+        options["tp_group"] = world.group
+        for name, head in topk_heads(target, upstream, options).items():
+            world.check(f"{name} {objective} {tail} τ={temperature}", case, head, want)
 
 
-def online_on_rank(rank):
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+def online_cases(world):
     hidden, weight, bias, _, labels, upstream = make_inputs()
     make = torch.Generator().manual_seed(1)
     teacher = torch.randn(S, B, 7, generator=make, dtype=torch.float64)
     teacher_weight = torch.randn(V, 7, generator=make, dtype=torch.float64)
-    w, b, tw = (x.chunk(ranks)[rank] for x in (weight, bias, teacher_weight))
+    w, b, tw = world.part(weight, bias, teacher_weight)
+    part, teacher_part = world.part(hidden, teacher)
+    y = teacher @ teacher_weight.T
+
+    def case(head, want):
+        compare(world, evaluate(head, hidden, w, b, upstream), want)
+
+    def sequence_parallel(head, want):
+        got = evaluate(head, part, w, b, upstream)
+        compare(world, got, want, sharded_sequence=True)
+
     for objective, temperature in itertools.product(
         ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)
     ):
-        choice = dict(objective=objective, temperature=temperature)
-        divergence = Divergence(**choice, beta=0.3, ce_weight=0.2)
-        options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
-        y = teacher @ teacher_weight.T
-        want = evaluate(definition(y, options), hidden, weight, bias, upstream)
-        options["tp_group"] = group
-
-        def fused(h, w, b, teacher=teacher, options=options, **more):
-            return fused_online_kd_loss(h, w, teacher, tw, bias=b, chunk_size=3, **more, **options)
-
-        heads = {
-            "dense": lambda h, w, b, options=options: dense_online_kd_loss(
-                logits_from(h, w, b), teacher @ tw.T, **options
-            ),
-            "recompute": fused,
-            "in_forward": lambda h, w, b, fused=fused: fused(
-                h, w, b, gradient="in_forward", token_weights=upstream
-            ),
-        }
-        for name, head in heads.items():
-            got = evaluate(head, hidden, w, b, upstream)
-            compare(got, want, rank, ranks, f"TP {ranks} online {name} {objective} {temperature}")
-        part = hidden.chunk(ranks)[rank]
-        got = evaluate(
-            lambda h, w, b, fused=fused: fused(
-                h, w, b, teacher=teacher.chunk(ranks)[rank], sequence_parallel=True
-            ),
-            part,
-            w,
-            b,
-            upstream,
+        divergence = Divergence(
+            objective=objective, temperature=temperature, beta=0.3, ce_weight=0.2
         )
-        compare(got, want, rank, ranks, "online, sequence parallel", sharded_sequence=True)
-    return "done"
+        options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
+        want = evaluate(definition(y, options), hidden, weight, bias, upstream)
+        options["tp_group"] = world.group
+
+        def fused(teacher, options=options, **more):
+            return lambda h, w, b: fused_online_kd_loss(
+                h, w, teacher, tw, bias=b, chunk_size=3, **more, **options
+            )
+
+        def dense(h, w, b, options=options):
+            return dense_online_kd_loss(logits_from(h, w, b), teacher @ tw.T, **options)
+
+        name = f"online {objective} τ={temperature}"
+        world.check(f"dense {name}", case, dense, want)
+        world.check(f"recompute {name}", case, fused(teacher), want)
+        in_forward = fused(teacher, gradient="in_forward", token_weights=upstream)
+        world.check(f"in_forward {name}", case, in_forward, want)
+        sharded = fused(teacher_part, sequence_parallel=True)
+        world.check(f"sequence parallel {name}", sequence_parallel, sharded, want)
 
 
-def sequence_parallel_on_rank(rank):
-    """Sharded hidden states, only some rows supervised, metrics, and the label-only head."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+def sequence_parallel_cases(world):
+    """Sharded hidden states, only some rows supervised, metrics, and the label-only loss."""
     hidden, weight, bias, target, labels, upstream = make_inputs()
-    w, b = weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
-    part = hidden.chunk(ranks)[rank]
+    part, w, b = world.part(hidden, weight, bias)
     index = torch.tensor([1, 2, 5, 9, 12, 15])
     chosen = torch.zeros(S * B, dtype=torch.bool).index_fill_(0, index, True).view(S, B)
-    options = dict(divergence=Divergence(tail="bucket"), labels=labels, vocab_size=REAL)
-    for gradient, some in itertools.product(("recompute", "in_forward"), (False, True)):
+    divergence = Divergence(tail="bucket", ce_weight=0.2)
+    options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
+    _, alone = dense_kd_loss(hidden @ weight.T + bias, target, return_metrics=True, **options)
+
+    def case(gradient, some):
         weights = torch.where(chosen, upstream, 0.0) if some else upstream
         want = evaluate(definition(target, options), hidden, weight, bias, weights)
         if some:
             want[0] = torch.where(chosen, want[0], 0.0)
+        reported = []
 
-        def head(h, w, b, gradient=gradient, some=some, weights=weights):
+        def head(h, w, b):
             loss, metrics = fused_chunked_kd_loss(
                 h,
                 w,
@@ -202,78 +233,154 @@ def sequence_parallel_on_rank(rank):
                 token_weights=weights,
                 supervised_index=index if some else None,
                 sequence_parallel=True,
-                tp_group=group,
+                tp_group=world.group,
                 return_metrics=True,
                 **options,
             )
-            _, alone = dense_kd_loss(
-                hidden @ weight.T + bias, target, return_metrics=True, **options
-            )
-            for mine, theirs in zip(metrics, alone, strict=True):
-                expected = torch.where(chosen, theirs, 0.0) if some else theirs
-                torch.testing.assert_close(mine, expected)
+            reported.extend(metrics)
             return loss
 
         got = evaluate(head, part, w, b, weights)
-        compare(got, want, rank, ranks, f"SP {gradient} {some}", sharded_sequence=True)
+        compare(world, got, want, sharded_sequence=True)
+        for mine, theirs in zip(reported, alone, strict=True):
+            torch.testing.assert_close(mine, torch.where(chosen, theirs, 0.0) if some else theirs)
 
-    logits = (hidden @ weight.T + bias)[..., :REAL]
-    want = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none"
-    ).view(S, B)
-    more = dict(bias=b, vocab_size=REAL, sequence_parallel=True, tp_group=group)
-    torch.testing.assert_close(fused_cross_entropy(part, w, labels, **more), want)
-    return "done"
+    for gradient, some in itertools.product(("recompute", "in_forward"), (False, True)):
+        rows = "some rows" if some else "all rows"
+        world.check(f"sequence parallel {gradient}, {rows}", case, gradient, some)
+
+    def labels_alone():
+        logits = (hidden @ weight.T + bias)[..., :REAL]
+        want = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none"
+        ).view(S, B)
+        more = dict(bias=b, vocab_size=REAL, sequence_parallel=True, tp_group=world.group)
+        torch.testing.assert_close(fused_cross_entropy(part, w, labels, **more), want)
+
+    world.check("sequence parallel, labels alone", labels_alone)
 
 
-def low_precision_on_rank(rank):
+def low_precision_cases(world):
     """bf16 shards: no worse than four times the plain bf16 loss of one rank."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD
     hidden, weight, bias, target, _, upstream = make_inputs()
     whole = definition(target, dict(vocab_size=REAL))
     truth = evaluate(whole, hidden, weight, bias, upstream)
     hidden, weight, bias, target, _, upstream = make_inputs(torch.bfloat16)
     plain = evaluate(whole, hidden, weight, bias, upstream)
-    w, b = weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
-    options = dict(vocab_size=REAL, tp_group=group)
-    for name, head in topk_heads(target, upstream, options).items():
+    w, b = world.part(weight, bias)
+
+    def case(head):
         got = evaluate(head, hidden, w, b, upstream)
         for i, want in enumerate(truth):
             mine, floor = got[i].double(), (plain[i].double() - want).abs().max()
-            want = want.chunk(ranks)[rank] if i >= 2 else want
+            (want,) = world.part(want) if i >= 2 else (want,)
             bound = 4 * floor + 8 * torch.finfo(torch.bfloat16).eps * want.abs().max()
-            assert (mine - want).abs().max() <= bound, f"{name} {i}"
-    return "done"
+            error = (mine - want).abs().max()
+            assert error <= bound, f"output {i}: error {error:.2e}, bound {bound:.2e}"
+
+    options = dict(vocab_size=REAL, tp_group=world.group)
+    for name, head in topk_heads(target, upstream, options).items():
+        world.check(f"{name} bf16", case, head)
 
 
-def mismatched_online_on_rank(rank):
+def automatic_chunk_cases(world):
+    """chunk_size auto where shards differ in padding: every rank takes chunks of the same rows.
+
+    A chunk's logits may take two rows and a half of a whole shard, so that a rank with fewer real
+    columns could take more rows than the others. Ranks that disagree would meet in collectives of
+    different sizes.
+    """
+    hidden, weight, bias, target, labels, upstream = make_inputs()
+    w, b = world.part(weight, bias)
+    budget = 5 * 8 * len(w) // 2
+    divergence = Divergence(tail="bucket", ce_weight=0.2)
+    options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
+    automatic = dict(chunk_size="auto", memory_budget_bytes=budget, tp_group=world.group)
+    y = (hidden * 2) @ weight.T
+
+    def case(head, want):
+        compare(world, evaluate(head, hidden, w, b, upstream), want)
+
+    want = evaluate(definition(target, options), hidden, weight, bias, upstream)
+    want_online = evaluate(definition(y, options), hidden, weight, bias, upstream)
+    for gradient in ("recompute", "in_forward"):
+        more = dict(options, **automatic, gradient=gradient, token_weights=upstream)
+
+        def fused(h, w, b, more=more):
+            return fused_chunked_kd_loss(h, w, target, bias=b, **more)
+
+        def online(h, w, b, more=more):
+            (tw,) = world.part(weight)
+            return fused_online_kd_loss(h, w, hidden * 2, tw, bias=b, **more)
+
+        world.check(f"{gradient}, chunk_size auto, padded", case, fused, want)
+        world.check(f"{gradient} online, chunk_size auto, padded", case, online, want_online)
+
+
+def refusal_cases(world):
     hidden, weight, *_ = make_inputs()
-    group = dist.group.WORLD
-    with pytest.raises(ValueError, match="make_vocab_size_divisible_by"):
-        fused_online_kd_loss(hidden, weight, hidden, weight[:-2], tp_group=group, vocab_size=REAL)
-    with pytest.raises(ValueError, match="does not fit"):
-        beyond = V * dist.get_world_size() + 1
+
+    def shards_of_other_tokens():
+        with pytest.raises(ValueError, match="make_vocab_size_divisible_by"):
+            fused_online_kd_loss(
+                hidden, weight, hidden, weight[:-2], tp_group=world.group, vocab_size=REAL
+            )
+
+    def vocabulary_beyond_the_rows():
         labels = torch.zeros(S, B, dtype=torch.int64)
-        fused_cross_entropy(hidden, weight, labels, tp_group=group, vocab_size=beyond)
-    return "done"
+        with pytest.raises(ValueError, match="does not fit"):
+            fused_cross_entropy(
+                hidden, weight, labels, tp_group=world.group, vocab_size=V * world.ranks + 1
+            )
+
+    world.check("shards of other tokens", shards_of_other_tokens)
+    world.check("vocabulary beyond the rows", vocabulary_beyond_the_rows)
 
 
-def everything_on_rank(rank):
-    for check in (
-        topk_on_rank,
-        online_on_rank,
-        sequence_parallel_on_rank,
-        low_precision_on_rank,
-        mismatched_online_on_rank,
+def all_cases(rank):
+    """The number of cases that this rank ran, and the message of every one that failed."""
+    world = World(rank)
+    for cases in (
+        topk_cases,
+        online_cases,
+        sequence_parallel_cases,
+        low_precision_cases,
+        automatic_chunk_cases,
+        refusal_cases,
     ):
-        check(rank)
+        cases(world)
         dist.barrier()
-    return "done"
+    return world.count, world.failures
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_shards_equal_one_rank(ranks):
-    assert run_ranks(ranks, everything_on_rank) == ["done"] * ranks
+@pytest.mark.parametrize("ranks, expected", [(2, 111), (4, 75)])
+def test_shards_equal_one_rank(ranks, expected):
+    outcomes = run_ranks(ranks, all_cases)
+    assert [count for count, _ in outcomes] == [expected] * ranks
+    failed = [
+        f"TP {ranks}, rank {rank}, {name}: {message}"
+        for rank, (_, failures) in enumerate(outcomes)
+        for name, message in failures.items()
+    ]
+    assert not failed, "\n".join(failed)
+
+
+def two_wrong_cases(rank):
+    world = World(rank)
+
+    def differ(by):
+        compare(world, [torch.full((4,), by)] * 4, [torch.zeros(4)] * 2 + [torch.zeros(8)] * 2)
+
+    for name, by in {"first": 1.0, "right": 0.0, "third": 2.0}.items():
+        world.check(name, differ, by)
+    return world.failures
+
+
+def test_every_failure_names_its_case():
+    for failures in run_ranks(2, two_wrong_cases):
+        assert list(failures) == ["first", "third"]
+        assert "loss off by 1.00e+00" in failures["first"]
+        assert "d_bias off by 2.00e+00" in failures["third"]
 
 
 def fail_on_one(rank):
