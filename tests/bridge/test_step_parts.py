@@ -353,7 +353,7 @@ def run_checks(rank: int, folder: Path) -> dict[str, str | None]:
         try:
             globals()[name](own)
             found[name] = None
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             found[name] = traceback.format_exc()
     return found
 
