@@ -12,6 +12,7 @@ DISTRIBUTED = [*ADAM, "bridge.ddp.use_distributed_optimizer=true"]
 OVERLAP_GRADS = "bridge.ddp.overlap_grad_reduce=true"
 FUSION = "bridge.model.gradient_accumulation_fusion=true"
 DENSE = "loss.impl=dense"
+RESIDENT = ["mode=online", "teacher.hf_path={world}/teacher", "data.path={world}/data"]
 DEEP = ["student.hf_path={world}/deep"]  # four layers, for two stages of two chunks
 PP2 = "bridge.model.pipeline_model_parallel_size=2"
 VPP = [
@@ -101,6 +102,11 @@ FEATURES = {
     "heads, dense": _feature(1, HEADS, DENSE, equals="heads"),
     "heads, fusion": _feature(1, HEADS, FUSION, equals="heads"),
     "heads, fusion, dense": _feature(1, HEADS, FUSION, DENSE, equals="heads"),
+    "heads, online": _feature(1, HEADS, RESIDENT, "loss.impl=fused_online"),
+    "heads, online, dense": _feature(1, HEADS, RESIDENT, DENSE, equals="heads, online"),
+    "heads, online, fusion": _feature(
+        1, HEADS, RESIDENT, "loss.impl=fused_online", FUSION, equals="heads, online"
+    ),
     "heads, DP 2": _feature(2, HEADS, HEADS_CONTINUE, equals="heads", since=3),
     "heads, CP 2": _feature(
         2,

@@ -10,7 +10,7 @@ from itertools import combinations, product
 import oracle
 import pytest
 import torch
-from launch import Launch, Launches
+from launch import Launch, Launches, prepare_all
 from small_world import TRAIN_SAMPLES, build, documents, online, write_cache
 
 CAPTURED = 1.7
@@ -196,3 +196,32 @@ def test_every_pair_of_options_is_tried():
         assert any((c.ranks, c.temperature) == (ranks, temperature) for c in offline)
         assert any((c.objective, c.temperature) == (objective, temperature) for c in offline)
     assert len(ALL) < 50
+
+
+REFUSED = {  # name → (overrides, what the refusal says)
+    "jsd at its end": (
+        ["loss.objective=jsd", "loss.beta=0"],
+        "loss.beta must lie strictly between",
+    ),
+    "jsd at its other end": (["loss.objective=jsd", "loss.beta=1"], "loss.beta must lie strictly"),
+    "infinite temperature": (["loss.temperature=inf"], "loss.temperature must be greater than 0"),
+    "more than cross-entropy": (["loss.ce_weight=1.5"], "loss.ce_weight must lie in [0, 1]"),
+    "no such objective": (["loss.objective=jds"], "did you mean jsd?"),
+    "a guessed bucket": (["loss.tail=bucket", "loss.temperature=2"], "--temperatures 2.0"),
+    "a captured bucket": (["loss.tail=bucket", f"loss.temperature={CAPTURED}"], "accepted"),
+    "the former spelling": (["loss.tail=renormalise"], "accepted"),
+    "ends without jsd": (["loss.beta=0"], "accepted"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(world):
+    captured = f"cache.path={world.parent}/cache-captured"
+    no_evaluation = "bridge.train.eval_iters=0"
+    asked = {name: [captured, no_evaluation, *given] for name, (given, _) in REFUSED.items()}
+    return prepare_all(world, asked)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_cannot_be_formed_is_refused_before_anything_starts(answers, name):
+    assert REFUSED[name][1] in answers[name]
