@@ -1,10 +1,11 @@
 """Training samples in any order: from a teacher cache (offline) or from prepared sequences
 (online).
 
-S: sequence length the model trains on; K: cached support. A stored sample has n ≤ S + 1 tokens; row
-    t concerns
-`tokens[t + 1]`, so it pairs with Megatron's `labels[t]`, and nothing has to be shifted but the
-labels themselves. D: documents of a sample.
+A stored sample has at most s + 1 tokens. Its row t is about `tokens[t + 1]`, so it pairs with
+Megatron's `labels[t]`, and nothing has to be shifted but the labels themselves.
+
+Legend: s positions of a training sequence, k candidates of a position, h hidden size, n tokens of a
+stored sample.
 """
 
 from collections import OrderedDict
@@ -130,16 +131,18 @@ class DistillDataset(torch.utils.data.Dataset):
         if bounds is not None:
             item["position_ids"] = torch.from_numpy(position_ids(bounds))
             item["cu_seqlens"] = torch.from_numpy(bounds)
-        if hasattr(sample, "topk_ids"):
+        if hasattr(sample, "rows"):  # of a cache; prepared sequences have none
+            stored = sample.rows
+            place = np.full(n, -1)  # of each token in the sequence; -1 where it is no input
+            place[rows] = np.arange(n - 1) if isinstance(places, slice) else places
+            place = place[stored.positions]
             # The cache gives each position's entries from the most likely to the least.
-            item["topk_ids"] = spread(sample.topk_ids[:, : self.topk], -1, np.int32)
-            item["topk_logprobs"] = spread(
-                sample.topk_logprobs[:, : self.topk], -np.inf, np.float32
-            )
-            if self.temperature != 1.0 and self.temperature in sample.log_z:
-                item["log_z_tau"] = spread(sample.log_z[self.temperature], 0, np.float32)
-        if self.hidden_states:
-            item["teacher_hidden"] = spread(sample.hidden, 0, sample.hidden.dtype)
+            item["topk_ids"] = _placed(stored.topk_ids[:, : self.topk], place, S, -1)
+            item["topk_logprobs"] = _placed(stored.topk_logprobs[:, : self.topk], place, S, -np.inf)
+            if self.temperature != 1.0 and self.temperature in stored.log_z:
+                item["log_z_tau"] = _placed(stored.log_z[self.temperature], place, S, 0)
+            if self.hidden_states:
+                item["teacher_hidden"] = _placed(stored.hidden, place, S, 0)
         return item
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -150,3 +153,24 @@ class DistillDataset(torch.utils.data.Dataset):
             if len(self._orders) > 2:  # an epoch and the one before it, at its border
                 self._orders.popitem(last=False)
         return self._orders[epoch]
+
+
+def _placed(values: np.ndarray, place: np.ndarray, s: int, filler) -> torch.Tensor:
+    """Stored rows [r, …] at their places in a sequence: [s, …] of the same dtype.
+
+    Args:
+        place: [r], ascending where it is not -1; a row without a place is left out.
+    """
+    if (place < 0).any():
+        values, place = values[place >= 0], place[place >= 0]
+    out = np.empty((s, *values.shape[1:]), values.dtype)
+    first = int(place[0]) if place.size else 0
+    end = first + place.size
+    if not place.size or place[-1] == end - 1:  # one run of rows is a plain copy
+        out[:first], out[first:end], out[end:] = filler, values, filler
+    else:
+        empty = np.ones(s, bool)
+        empty[place] = False
+        out[empty] = filler
+        out[place] = values
+    return torch.from_numpy(out)

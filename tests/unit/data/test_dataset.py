@@ -2,28 +2,36 @@
 
 import itertools
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_kd.cache import CachedRows, CachedSample
 from megatron_kd.data.dataset import PAD_TOKEN, DistillDataset
 from megatron_kd.data.document_layout import DocumentLayout, context_parallel_places
+from megatron_kd.data.sequences import Sequence
 
 S, K, SAMPLES = 8, 3, 5
 
 
-def sample(index, n=S + 1, cached=True):
-    values = {
-        "tokens": np.arange(n, dtype=np.int32) + 100 * index,
-        "loss_mask": np.array([t % 2 == 0 and t < n - 1 for t in range(n)]),
-    }
-    if cached:
-        values["topk_ids"] = np.arange(n * K, dtype=np.int32).reshape(n, K)
-        values["topk_logprobs"] = -np.ones((n, K), dtype=np.float32)
-        values["log_z"] = {2.0: np.arange(n, dtype=np.float32)}
-    return SimpleNamespace(**values)
+def sample(index, n=S + 1, cached=True, mask=None, bounds=None):
+    """Token t of sample i is 100 i + t; its row holds the ids 3 t, 3 t + 1 and 3 t + 2."""
+    tokens = np.arange(n, dtype=np.int32) + 100 * index
+    if mask is None:
+        mask = np.array([t % 2 == 0 and t < n - 1 for t in range(n)])
+    bounds = np.array([0, n] if bounds is None else bounds, np.int32)
+    if not cached:
+        return Sequence(tokens, mask, bounds)
+    rows = CachedRows(
+        positions=np.flatnonzero(mask),
+        topk_ids=np.arange(n * K, dtype=np.int32).reshape(n, K)[mask],
+        topk_logprobs=-np.arange(n, dtype=np.float32)[mask, None] - np.ones((1, K), np.float32),
+        mass=np.ones(int(mask.sum()), np.float32),
+        log_z={2.0: np.arange(n, dtype=np.float32)[mask] + 1},
+        hidden=np.arange(n * 2, dtype=np.float16).reshape(n, 2)[mask],
+    )
+    return CachedSample(tokens, mask, bounds, rows)
 
 
 def dataset(samples=None, **options):
@@ -35,7 +43,8 @@ def test_row_t_pairs_with_the_label_t_plus_one():
     item = dataset()[2]
     assert item["tokens"].tolist() == list(range(200, 208))
     assert item["labels"].tolist() == list(range(201, 209))
-    assert item["topk_ids"][3].tolist() == [9, 10, 11]
+    assert item["topk_ids"][:4].tolist() == [[0, 1, 2], [-1] * 3, [6, 7, 8], [-1] * 3]
+    assert item["topk_logprobs"][:4, 0].tolist() == [-1, -np.inf, -3, -np.inf]
     assert item["loss_mask"].tolist() == [1, 0, 1, 0, 1, 0, 1, 0]
     assert item["sample_index"].tolist() == [2]
 
@@ -50,7 +59,7 @@ def test_a_short_sample_is_padded_and_masked():
 
 
 def test_the_teachers_normaliser_comes_with_its_temperature():
-    assert dataset(temperature=2.0)[1]["log_z_tau"].tolist() == list(range(8))
+    assert dataset(temperature=2.0)[1]["log_z_tau"].tolist() == [1, 0, 3, 0, 5, 0, 7, 0]
     assert "log_z_tau" not in dataset(temperature=3.0)[1]
     assert "log_z_tau" not in dataset()[1]
 
@@ -68,11 +77,10 @@ def test_a_long_sample_is_refused():
 
 def packed(*lengths):
     """A sample of documents with these lengths; token values count on through it."""
-    values = sample(0, n=sum(lengths))
-    values.cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    values.loss_mask = np.ones(sum(lengths), bool)
-    values.loss_mask[values.cu_seqlens[1:] - 1] = False
-    return values
+    bounds = np.cumsum([0, *lengths])
+    mask = np.ones(sum(lengths), bool)
+    mask[bounds[1:] - 1] = False
+    return sample(0, n=sum(lengths), mask=mask, bounds=bounds)
 
 
 def test_documents_apart_are_laid_out_as_if_they_were_alone():
@@ -86,11 +94,32 @@ def test_documents_apart_are_laid_out_as_if_they_were_alone():
     assert "cu_seqlens" not in dataset([packed(3, 1, 4)])[0]
 
 
+def test_a_row_at_a_documents_end_is_no_input():
+    """Where documents are apart, the last token of one does not predict the first of the next."""
+    across = sample(0, n=6, mask=np.array([1, 1, 1, 0, 1, 0], bool), bounds=[0, 3, 6])
+    item = dataset([across], documents_apart=True)[0]
+    assert item["tokens"].tolist() == [0, 1, 3, 4] + [PAD_TOKEN] * 4
+    assert item["topk_ids"][:, 0].tolist() == [0, 3, -1, 12, -1, -1, -1, -1]
+    assert dataset([across])[0]["topk_ids"][:, 0].tolist() == [0, 3, 6, -1, 12, -1, -1, -1]
+
+
+def test_hidden_states_lie_where_their_rows_do():
+    item = dataset(hidden_states=True)[1]
+    assert item["teacher_hidden"].dtype == torch.float16
+    assert item["teacher_hidden"][:3].tolist() == [[0, 1], [0, 0], [4, 5]]
+    assert "teacher_hidden" not in dataset()[1]
+
+
+def test_a_sample_without_rows_is_all_filler():
+    item = dataset([sample(0, mask=np.zeros(S + 1, bool))])[0]
+    assert (item["topk_ids"] == -1).all() and torch.isneginf(item["topk_logprobs"]).all()
+
+
 def test_documents_are_padded_to_what_ranks_can_share():
     item = dataset([packed(3, 4)], documents_apart=True, document_multiple=4, temperature=2.0)[0]
     assert item["tokens"].tolist() == [0, 1, PAD_TOKEN, PAD_TOKEN, 3, 4, 5, PAD_TOKEN]
     assert item["loss_mask"].tolist() == [1, 1, 0, 0, 1, 1, 1, 0]
-    assert item["log_z_tau"].tolist() == [0, 1, 0, 0, 3, 4, 5, 0]
+    assert item["log_z_tau"].tolist() == [1, 2, 0, 0, 4, 5, 6, 0]
     assert item["cu_seqlens"].tolist() == [0, 4, 8]
     with pytest.raises(ValueError, match=r"needs 12 positions.*length is 8"):
         dataset([packed(2, 2, 2)], documents_apart=True, document_multiple=4)[0]
