@@ -6,17 +6,17 @@ section is passed on to the host (`megatron_kd.host.container`), which checks it
 Megatron-Bridge's own dataclasses.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from pydantic import Field, InstanceOf, model_validator
 
-from megatron_kd import typed_mapping
+from megatron_kd import sections, typed_mapping
 from megatron_kd.losses.divergence import Divergence
+from megatron_kd.recipe_file import merged_recipe
+from megatron_kd.sections import Count, Flag, Integer, NotNegative, Number, config_section
 from megatron_kd.typed_mapping import ConfigError
 
 Mode = Literal["offline", "online"]
@@ -25,17 +25,17 @@ ONLINE_IMPLS = ("dense", "fused_online")
 FINAL_NORM = "final_norm"
 
 
-@dataclass(kw_only=True)
+@config_section
 class LoraConfig:
     """Low-rank adapters beside frozen weights."""
 
-    dim: int = 16
+    dim: Count = 16
     """Rank of the adapters; a multiple of the tensor-parallel size."""
 
-    alpha: int = 32
+    alpha: Count = 32
     """The adapters' output is multiplied by alpha / dim."""
 
-    dropout: float = 0.0
+    dropout: Annotated[NotNegative, Field(lt=1)] = 0.0
     """On the adapters' input."""
 
     target_modules: list[str] = field(
@@ -45,25 +45,18 @@ class LoraConfig:
     `*.layers.0.*.linear_qkv`."""
 
     def __post_init__(self):
-        for name in ("dim", "alpha"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"student.lora.{name} must be 1 or more, not {getattr(self, name)}"
-                )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"student.lora.dropout must lie in [0, 1), not {self.dropout}")
         if not self.target_modules:
             raise ConfigError("student.lora.target_modules must name a layer, such as linear_qkv")
 
 
-@dataclass(kw_only=True)
+@config_section
 class StudentConfig:
     hf_path: str
     """Hugging Face directory of the student: configuration, tokenizer and, with `load_weights`, its
     weights.
     """
 
-    load_weights: bool = True
+    load_weights: Flag = True
     """Start from the directory's weights; false starts from random ones."""
 
     train_only: list[str] = field(default_factory=list)
@@ -81,58 +74,59 @@ class StudentConfig:
             )
 
 
-@dataclass(kw_only=True)
+@config_section
 class TeacherConfig:
     hf_path: str | None = None
     """Hugging Face directory of the teacher. Online only: offline runs never load it."""
 
 
-@dataclass(kw_only=True)
+@config_section
+class MixtureEntry:
+    """One cache of a mixture."""
+
+    path: str
+    """Its directory, as `cache.path`."""
+
+    weight: Annotated[Number, Field(gt=0)]
+    """Its share of the training samples, by the sum of all weights."""
+
+
+@config_section
 class CacheConfig:
     path: str | None = None
     """Directory made by `megatron-kd capture`, with `train` and, for evaluation, `validation`.
     Offline only.
     """
 
-    mixture: list[dict[str, Any]] = field(default_factory=list)
+    mixture: list[MixtureEntry] = field(default_factory=list)
     """Several caches instead of `path`: [{path: …, weight: …}, …]. All give training samples in
     these shares; each with a `validation` split gives validation samples too."""
 
-    topk: int | None = None
+    topk: Count | None = None
     """Use only this many of each position's cached entries, the most likely ones; null uses all."""
 
-    check_checksums: bool = True
+    check_checksums: Flag = True
     """Verify each shard's checksum on first use. Every sample's token hash is always checked."""
-
-    def __post_init__(self):
-        if self.topk is not None and self.topk < 1:
-            raise ConfigError(f"cache.topk must be 1 or more, or null, not {self.topk}")
-        for index, entry in enumerate(self.mixture):
-            if set(entry) != {"path", "weight"}:
-                raise ConfigError(
-                    f"cache.mixture[{index}] must have the keys path and weight, not "
-                    f"{sorted(entry)}"
-                )
 
     def sources(self) -> list[tuple[str, float]]:
         """(directory, weight) of every cache."""
         if self.path is not None:
             return [(self.path, 1.0)]
-        return [(str(entry["path"]), float(entry["weight"])) for entry in self.mixture]
+        return [(entry.path, entry.weight) for entry in self.mixture]
 
 
-@dataclass(kw_only=True)
+@config_section
 class DataConfig:
     path: str | None = None
     """Directory made by `megatron-kd prepare`. Online: the training data. Offline: optional, the
     tokens come from the cache; where it is given, the cache must have been captured from exactly
     this data."""
 
-    shuffle: bool = True
+    shuffle: Flag = True
     """Draw every epoch in a new order, by seed. The cache is keyed by sample, so any order reads
     the right rows."""
 
-    seed: int = 1234
+    seed: Integer = 1234
     """Seed of the order."""
 
     dataloader: Literal["single", "cyclic", "batch"] = "single"
@@ -140,20 +134,18 @@ class DataConfig:
     itself.
     """
 
-    num_workers: int = 2
+    num_workers: Annotated[Integer, Field(ge=0)] = 2
     """Loader processes per rank; 0 loads in the training process."""
 
-    def __post_init__(self):
-        if self.num_workers < 0:
-            raise ConfigError(f"data.num_workers must be 0 or more, not {self.num_workers}")
 
-
-@dataclass(kw_only=True)
+@config_section
 class LossConfig:
     impl: Literal["dense", "sparse_chunked", "fused_chunked", "fused_online"] = "fused_chunked"
     """Which implementation computes the loss; it changes memory and time, not the result."""
 
-    divergence: Divergence = field(default_factory=Divergence, metadata={"flat": True})
+    divergence: InstanceOf[Divergence] = field(
+        default_factory=Divergence, metadata={"flat": Divergence}
+    )
     """What the loss is. A recipe gives its fields as keys of this section: `loss.objective`,
     `loss.tail`, `loss.temperature`, `loss.temperature_squared`, `loss.beta`, `loss.ce_weight`."""
 
@@ -162,19 +154,33 @@ class LossConfig:
     (four).
     """
 
-    chunk_size: int | Literal["auto"] = "auto"
+    chunk_size: Count | Literal["auto"] = "auto"
     """Sequence positions whose logits exist at one time."""
 
-    def __post_init__(self):
-        if self.chunk_size != "auto" and self.chunk_size < 1:
-            raise ConfigError(f"loss.chunk_size must be 1 or more, or auto, not {self.chunk_size}")
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_divergence(cls, given: Any) -> Any:
+        """Make the divergence from the keys of a recipe's section, which `Divergence` checks."""
+        if not isinstance(given, Mapping):
+            return given  # made in Python, by keyword arguments
+        own = {f.name for f in fields(Divergence)}
+        rest = {key: value for key, value in given.items() if key not in own}
+        if "divergence" in rest:
+            raise typed_mapping.unknown_key("loss.divergence", sections.keys_of(cls))
+        options = {key: value for key, value in given.items() if key in own}
+        return rest | {"divergence": typed_mapping.build(Divergence, options, "loss")}
 
 
-@dataclass(kw_only=True)
+Layer = Integer | Literal["final_norm"]
+
+
+@config_section
 class HiddenStatesConfig:
     """A loss between hidden states beside the one between logits; no pairs, no such loss."""
 
-    pairs: list[Any] = field(default_factory=list)
+    pairs: list[Annotated[list[Layer], Field(min_length=2, max_length=2)]] = field(
+        default_factory=list
+    )
     """[[student's layer, teacher's layer], …]: indices of decoder layers (−1 is the last), or
     final_norm, which the output layer reads. Their losses are averaged. Offline: [[final_norm,
     final_norm]] alone, with a cache that holds the teacher's last hidden state."""
@@ -183,33 +189,21 @@ class HiddenStatesConfig:
     """Mean squared error over the hidden size, or 1 − cosine. Where the widths differ, a trained
     projection takes the student's states to the teacher's width."""
 
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     """Multiplies the hidden-state loss."""
 
-    balance: bool = False
+    balance: Flag = False
     """Scale the hidden-state loss to `weight` × the logits loss, by the step before."""
 
-    logits_weight: float = 1.0
+    logits_weight: NotNegative = 1.0
     """Multiplies the loss between logits; 0 trains on hidden states alone."""
 
     def __post_init__(self):
-        for pair in self.pairs:
-            fits = isinstance(pair, list) and len(pair) == 2
-            if not fits or not all(type(layer) is int or layer == FINAL_NORM for layer in pair):
-                raise ConfigError(
-                    "hidden_states.pairs must be a list of [student layer, teacher layer], each an "
-                    f"index or {FINAL_NORM}; {pair!r} is not"
-                )
-        for name in ("weight", "logits_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"hidden_states.{name} must be 0 or more, not {getattr(self, name)}"
-                )
         if not self.pairs and self.logits_weight == 0:
             raise ConfigError("hidden_states.logits_weight=0 without pairs leaves nothing to learn")
 
 
-@dataclass(kw_only=True)
+@config_section
 class ExportConfig:
     hf_path: str | None = None
     """Where the trained student is written as a Hugging Face directory at the end; null writes
@@ -217,30 +211,24 @@ class ExportConfig:
     """
 
 
-@dataclass(kw_only=True)
+@config_section
 class SelectionConfig:
-    keep_best: bool = False
+    keep_best: Flag = False
     """Write down which checkpoint has the lowest validation KD loss (`best_checkpoint.json`);
     `megatron-kd export --best` takes it."""
 
-    patience: int | None = None
+    patience: Count | None = None
     """Stop after this many evaluations in a row without a new best; null trains to the end."""
 
-    min_improvement: float = 0.0
+    min_improvement: NotNegative = 0.0
     """Nats by which a new best must be lower."""
 
     def __post_init__(self):
-        if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"selection.patience must be 1 or more, not {self.patience}")
         if self.patience is not None and not self.keep_best:
             raise ConfigError("selection.patience needs selection.keep_best=true")
-        if not self.min_improvement >= 0:
-            raise ConfigError(
-                f"selection.min_improvement must be 0 or more, not {self.min_improvement}"
-            )
 
 
-@dataclass(kw_only=True)
+@config_section
 class DistillConfig:
     """A whole run. `from_recipe` reads and checks it."""
 
@@ -268,7 +256,7 @@ class DistillConfig:
     """Run 15 iterations and profile the 10th to the 13th: for Nsight Systems, or as CUDA memory
     histories below output_dir. Needs a GPU."""
 
-    progress: bool = True
+    progress: Flag = True
     """Show a progress bar on standard error."""
 
     bridge: dict[str, Any] = field(default_factory=dict)
@@ -346,66 +334,4 @@ def from_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfi
     Raises:
         ConfigError: Names the key, the allowed values and the nearest match.
     """
-    return typed_mapping.build(DistillConfig, merged_recipe(path, overrides))
-
-
-def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
-    """The recipe as one plain, resolved mapping, before any check."""
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r} is not of the form key=value")
-        try:
-            OmegaConf.from_dotlist([override])
-        except YAMLError as error:
-            remedy = 'quote what YAML reads otherwise: ["*.mlp.*"]'
-            raise ConfigError(f"override {override!r} is not YAML ({error}); {remedy}") from error
-    try:
-        merged = OmegaConf.merge(
-            _with_includes(find_recipe(path), ()), OmegaConf.from_dotlist(list(overrides))
-        )
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
-    """The file of a recipe, or of a fragment, that a user or an `include` names.
-
-    Args:
-        name: A path. Where it leads to no file and begins with `recipes/` or `configs/`, before
-            which `..` may stand, it is looked for among those that come with this package.
-        folder: What a relative path starts from: the working directory, or an including recipe's.
-
-    Returns:
-        The file; where there is none, the path as it was given.
-    """
-    asked = folder / name
-    parts = [part for part in Path(name).parts if part != ".."]
-    if asked.exists() or not parts or parts[0] not in ("recipes", "configs"):
-        return asked
-    package = Path(__file__).parent
-    for shipped in (package, package.parent):  # in an installed package; in a checkout
-        candidate = shipped.joinpath(*parts)
-        if candidate.is_file():
-            return candidate
-    return asked
-
-
-def _with_includes(path: Path, above: tuple):
-    if path in above:
-        raise ConfigError(f"{path} includes itself, through {', '.join(map(str, above))}")
-    if not path.is_file():
-        by = f", included by {above[-1]}" if above else ""
-        raise ConfigError(f"no recipe at {path}{by}")
-    try:
-        own = OmegaConf.load(path)
-    except Exception as error:  # the YAML parser's errors share no base class with OmegaConf's
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not OmegaConf.is_dict(own):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
-    includes = own.pop("include", [])
-    if isinstance(includes, str) or not all(isinstance(entry, str) for entry in includes):
-        raise ConfigError(f"{path}: include must be a list of file names")
-    found = [find_recipe(entry, path.parent).resolve() for entry in includes]
-    parts = [_with_includes(file, (*above, path)) for file in found]
-    return OmegaConf.merge(*parts, own)
+    return sections.build(DistillConfig, merged_recipe(path, overrides))

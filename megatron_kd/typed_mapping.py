@@ -1,7 +1,8 @@
-"""Check plain mappings (from YAML and the command line) against dataclasses.
+"""Check plain mappings (from YAML and the command line) against plain dataclasses, the host's above
+all, whose annotations are not ours to choose.
 
-Shared by our own configuration and by the section that reaches the host's: every error names the
-full key, what was expected, what came, and the nearest known key.
+Every error names the full key, what was expected, what came, and the nearest known key. Our own
+sections are checked by pydantic: `megatron_kd.sections`.
 """
 
 import dataclasses
@@ -21,10 +22,9 @@ class ConfigError(ValueError):
 
 
 def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
-    """Make an instance of dataclass `cls` from `mapping`, nested dataclasses included.
+    """Make an instance of a plain dataclass from `mapping`, nested dataclasses included.
 
-    A field with metadata {"flat": True} holds a dataclass whose keys stand in the mapping beside
-    the others. One with {"formerly": {old: new}} reads an old spelling of a value as the new one.
+    A field with metadata {"formerly": {old: new}} reads an old spelling of a value as the new one.
 
     Raises:
         ConfigError: An unknown key, a missing key, a wrong type, or a value `__post_init__`
@@ -34,20 +34,14 @@ def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
         raise ConfigError(f"{prefix or 'the configuration'} must be a mapping, not {mapping!r}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    flat = {f.name: hints[f.name] for f in fields.values() if f.metadata.get("flat")}
-    inner = {f.name: name for name, kind in flat.items() for f in dataclasses.fields(kind)}
-    values, inner_values = {}, {name: {} for name in flat}
+    values = {}
     for name, value in mapping.items():
         key = _join(prefix, name)
-        if name in inner:
-            inner_values[inner[name]][name] = value
-        elif name in fields and name not in flat:
-            formerly = fields[name].metadata.get("formerly", {})
-            value = formerly.get(value, value) if isinstance(value, str) else value
-            values[name] = check(value, hints[name], key)
-        else:
-            raise unknown_key(key, [*(n for n in fields if n not in flat), *inner])
-    values |= {name: build(kind, inner_values[name], prefix) for name, kind in flat.items()}
+        if name not in fields:
+            raise unknown_key(key, fields)
+        formerly = fields[name].metadata.get("formerly", {})
+        value = formerly.get(value, value) if isinstance(value, str) else value
+        values[name] = check(value, hints[name], key)
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -67,7 +61,8 @@ def build(cls: type, mapping: Mapping, prefix: str = "") -> Any:
 
 
 def plain(instance: Any) -> Any:
-    """A dataclass as the mapping that `build` makes it from, nested ones included."""
+    """A dataclass as the mapping it was made from, nested ones included; the keys of a field whose
+    metadata have `flat` stand beside the others."""
     if isinstance(instance, (list, tuple)):
         return [plain(value) for value in instance]
     if isinstance(instance, Mapping):
@@ -120,7 +115,7 @@ def check(value: Any, annotation: Any, key: str) -> Any:
     if origin is Literal:
         if value in arguments:
             return value
-        raise _wrong_value(key, value, arguments)
+        raise wrong_value(key, value, arguments)
     if origin is typing.Annotated:
         return check(value, arguments[0], key)
     if origin in (list, tuple, set, Sequence):
@@ -134,16 +129,8 @@ def check(value: Any, annotation: Any, key: str) -> Any:
                 check(v, a, f"{key}[{i}]")
                 for i, (v, a) in enumerate(zip(value, arguments, strict=True))
             )
-        return (
-            origin(check(v, items, f"{key}[{i}]") for i, v in enumerate(value))
-            if origin
-            in (
-                list,
-                tuple,
-                set,
-            )
-            else list(value)
-        )
+        checked = [check(v, items, f"{key}[{i}]") for i, v in enumerate(value)]
+        return checked if origin is Sequence else origin(checked)
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise _wrong_type(key, value, "a mapping")
@@ -183,7 +170,7 @@ def _check_class(value: Any, annotation: Any, key: str) -> Any:
             return value
         if isinstance(value, str) and value in annotation.__members__:
             return annotation[value]
-        raise _wrong_value(key, value, annotation.__members__)
+        raise wrong_value(key, value, annotation.__members__)
     if annotation.__module__ == "torch" and annotation.__name__ == "dtype":
         return _as_dtype(value, key)
     if dataclasses.is_dataclass(annotation):
@@ -269,7 +256,7 @@ def _as_dtype(value: Any, key: str) -> Any:
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise _wrong_value(key, value, ("float32", "bfloat16", "float16"))
+        raise wrong_value(key, value, ("float32", "bfloat16", "float16"))
     return dtype
 
 
@@ -298,7 +285,8 @@ def _wrong_type(key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(f"{key} must be {expected}, not {value!r}")
 
 
-def _wrong_value(key: str, value: Any, allowed) -> ConfigError:
+def wrong_value(key: str, value: Any, allowed) -> ConfigError:
+    """The error for a value that is none of those allowed, with the nearest of them."""
     allowed = [str(a) for a in allowed]
     near = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_kd import typed_mapping
+from megatron_kd import sections
 from megatron_kd.config import LoraConfig
 
 RESOLVED_CONFIG = "resolved_config.yaml"
@@ -95,7 +95,7 @@ def student_of(run_directory: str | Path) -> str:
 def lora_of(run_directory: str | Path) -> LoraConfig | None:
     """The adapters a run was trained with; None where it has none, or left no record."""
     lora = (_recorded_student(run_directory) or {}).get("lora")
-    return None if lora is None else typed_mapping.build(LoraConfig, lora, "student.lora")
+    return None if lora is None else sections.build(LoraConfig, lora, "student.lora")
 
 
 def _recorded_student(run_directory: str | Path) -> dict | None:

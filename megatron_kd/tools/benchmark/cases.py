@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from megatron_kd import typed_mapping
-from megatron_kd.config import merged_recipe
+from megatron_kd.recipe_file import merged_recipe
+from megatron_kd.sections import Integer, Number, build, config_section
 from megatron_kd.tools.benchmark.implementations import BARE, IMPLEMENTATIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,24 +34,24 @@ class Case:
     """CPU only: what the address space of one rank may grow by."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class BenchmarkConfig:
     implementations: list[str]
     """Names in `tools.benchmark.implementations`; the bare products are always measured."""
 
-    seq_tokens: list[int]
+    seq_tokens: list[Integer]
     """Sequence lengths; the micro-batch is 1."""
 
-    chunk_tokens: list[int] = field(default_factory=lambda: [1024])
+    chunk_tokens: list[Integer] = field(default_factory=lambda: [1024])
     """Chunk sizes. Implementations that take none are measured once per length."""
 
-    hidden: int
+    hidden: Integer
     """Hidden size of student and teacher."""
 
-    vocab: int
+    vocab: Integer
     """Rows of the output layer, over all ranks."""
 
-    topk: int = 100
+    topk: Integer = 100
     """The teacher's kept tokens per position."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -60,22 +60,22 @@ class BenchmarkConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu ranks talk over gloo, cuda ranks (one device each) over NCCL."""
 
-    tp: int = 1
+    tp: Integer = 1
     """Ranks that share the vocabulary."""
 
-    threads: int | None = None
+    threads: Integer | None = None
     """CPU threads per rank; None: the machine's, divided among the ranks."""
 
-    warm_up_iterations: int = 2
+    warm_up_iterations: Integer = 2
     """Not timed; the first one compiles."""
 
-    iterations: int = 5
+    iterations: Integer = 5
     """Timed; the same number on every rank."""
 
-    memory_limit_gib: float | None = None
+    memory_limit_gib: Number | None = None
     """CPU only: what all ranks together may allocate; None: four fifths of what is free."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Number = 1800.0
     """A case that takes longer is ended and recorded as timed_out."""
 
     def __post_init__(self):
@@ -130,4 +130,4 @@ def read_config(path, overrides=()) -> BenchmarkConfig:
     Raises:
         ConfigError: Names the key, what was expected, and the nearest known key.
     """
-    return typed_mapping.build(BenchmarkConfig, merged_recipe(path, overrides))
+    return build(BenchmarkConfig, merged_recipe(path, overrides))

@@ -20,9 +20,9 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_kd import typed_mapping
-from megatron_kd.config import merged_recipe
 from megatron_kd.metrics_file import curve, peak_bytes_by_rank, read_metrics
+from megatron_kd.recipe_file import merged_recipe
+from megatron_kd.sections import Integer, Number, build, config_section
 from megatron_kd.tools.report.held_out import Scores, held_out_scores
 from megatron_kd.tools.report.study_figures import draw
 from megatron_kd.typed_mapping import ConfigError
@@ -33,7 +33,7 @@ STUDENTS_AT_ONCE = 8
 LOG_LINES = 20
 
 
-@dataclass(kw_only=True)
+@config_section
 class StudyRun:
     overrides: list[str] = field(default_factory=list)
     """Of the recipe, `key=value`."""
@@ -41,11 +41,11 @@ class StudyRun:
     """How tables call it; null takes the run's name."""
     series: str | None = None
     """The line it belongs to in a section of kind `lines`."""
-    x: float | None = None
+    x: Number | None = None
     """Its place on that line."""
 
 
-@dataclass(kw_only=True)
+@config_section
 class StudySection:
     title: str
     kind: Literal["bars", "curves", "lines"] = "bars"
@@ -54,7 +54,7 @@ class StudySection:
     runs: list[str]
 
 
-@dataclass(kw_only=True)
+@config_section
 class StudyConfig:
     recipe: str
     command: str
@@ -66,9 +66,9 @@ class StudyConfig:
     """Hugging Face directory."""
     held_out: str
     """One split of prepared data that no run trains on."""
-    held_out_sequences: int | None = None
+    held_out_sequences: Integer | None = None
     """Score on this many of its sequences, evenly spaced; null scores on all."""
-    seeds: list[int]
+    seeds: list[Integer]
     """Of data order and initialisation."""
     runs: dict[str, StudyRun]
     sections: dict[str, StudySection]
@@ -141,7 +141,7 @@ def read_study(path: str | Path) -> StudyConfig:
     """
     if not Path(path).is_file():
         raise ConfigError(f"no study at {path}")
-    return typed_mapping.build(StudyConfig, merged_recipe(path))
+    return build(StudyConfig, merged_recipe(path))
 
 
 def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:

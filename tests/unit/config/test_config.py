@@ -2,13 +2,18 @@
 match.
 """
 
+import dataclasses
+import typing
 from dataclasses import replace
 
 import pytest
 import yaml
 
-from megatron_kd.config import from_recipe
+from megatron_kd.config import DistillConfig, from_recipe
+from megatron_kd.losses import Divergence
 from megatron_kd.losses.divergence import OBJECTIVES, objective_unit
+from megatron_kd.tools.benchmark.cases import BenchmarkConfig
+from megatron_kd.tools.report.study import StudyConfig
 from megatron_kd.typed_mapping import ConfigError, plain
 
 MINIMAL = {"output_dir": "out", "student": {"hf_path": "s"}, "cache": {"path": "c"}}
@@ -168,3 +173,90 @@ def test_missing_and_circular_files_are_named(tmp_path):
 def test_a_missing_required_key_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"student\.hf_path is required"):
         from_recipe(recipe(tmp_path, {"output_dir": "o", "student": {}, "cache": {"path": "c"}}))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("student.lora.dim=true", "student.lora.dim must be an integer, not True"),
+        ("student.lora.dropout=1", "student.lora.dropout must be less than 1, not 1"),
+        ("student.load_weights=1", "student.load_weights must be true or false, not 1"),
+        ("student.hf_path=3", "student.hf_path must be a string, not 3"),
+        ("student.train_only=mlp", "student.train_only must be a list, not 'mlp'"),
+        ("student.train_only=[1]", "student.train_only[0] must be a string, not 1"),
+        ("cache.topk=0", "cache.topk must be 1 or more, not 0"),
+        ("cache.mixture=[{path: c}]", "cache.mixture[0].weight is required"),
+        ("cache.mixture=[{path: c, weight: 0}]", "cache.mixture[0].weight must be greater than 0"),
+        ("cache.mixture=[{path: c, weight: 1, wight: 1}]", "mean cache.mixture[0].weight?"),
+        ("data.num_workers=2.0", "data.num_workers must be an integer, not 2.0"),
+        ("hidden_states.weight=.nan", "hidden_states.weight must be 0 or more, not nan"),
+        ("hidden_states.pairs=[[1]]", "hidden_states.pairs[0] must be a list of 2 or more"),
+        ("hidden_states.pairs=[[1,2,3]]", "hidden_states.pairs[0] must be a list of 2 at most"),
+        ("hidden_states.pairs=[[1,norm]]", "hidden_states.pairs[0][1] must be an integer"),
+        ("hidden_states.los=mse", "did you mean hidden_states.loss?"),
+        ("selection.min_improvement=-1", "selection.min_improvement must be 0 or more, not -1"),
+        ("loss.temperature_squared=1", "loss.temperature_squared must be true or false, not 1"),
+        ("loss.divergence={}", "unknown key loss.divergence"),
+        ("outputs=1", "unknown key outputs; did you mean output_dir?"),
+        ("bridge=3", "bridge must be a mapping, not 3"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        from_recipe(recipe(tmp_path, MINIMAL), [override])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_faults_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        from_recipe(recipe(tmp_path, MINIMAL), ["data.seed=x", "cache.topk=0", "mod=online"])
+    assert [line.split()[0] for line in str(error.value).splitlines()] == [
+        "cache.topk",
+        "data.seed",
+        "unknown",
+    ]
+
+
+def test_numbers_may_be_written_with_an_exponent(tmp_path):
+    path = recipe(tmp_path, MINIMAL | {"selection": {"min_improvement": "1e-4"}})
+    assert from_recipe(path, ["loss.temperature=2e0"]).selection.min_improvement == 1e-4
+
+
+def sections_below(cls):
+    yield cls
+    for hint in typing.get_type_hints(cls).values():
+        for kind in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(kind) and kind is not Divergence:
+                yield from sections_below(kind)
+
+
+@pytest.mark.parametrize("top", [DistillConfig, BenchmarkConfig, StudyConfig])
+def test_every_field_of_a_section_has_a_strict_type(top):
+    for cls in sections_below(top):
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            loose = {bool, int, float} & {hint, *typing.get_args(hint)}
+            strict = typing.get_origin(hint) is typing.Annotated
+            assert strict or not loose, f"{cls.__name__}.{name}: use Flag, Integer or Number"
+
+
+def test_a_resolved_configuration_is_a_recipe_again(tmp_path):
+    config = from_recipe(
+        recipe(tmp_path, MINIMAL),
+        ["loss.tail=bucket", "student.lora.dim=8", "hidden_states.pairs=[[final_norm,final_norm]]"],
+    )
+    assert from_recipe(recipe(tmp_path, plain(config), "again.yaml")) == config
+
+
+def test_a_shipped_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = from_recipe("recipes/llama-8k-offline.yaml")
+    assert config.loss.impl == "fused_chunked"
+    mine = recipe(tmp_path, MINIMAL | {"include": ["../configs/loss/dense.yaml"]})
+    assert from_recipe(mine).loss.impl == "dense"
+    (tmp_path / "recipes").mkdir()
+    recipe(tmp_path / "recipes", MINIMAL | {"output_dir": "mine"}, "llama-8k-offline.yaml")
+    assert from_recipe("recipes/llama-8k-offline.yaml").output_dir == "mine"
+    with pytest.raises(ConfigError, match=r"no recipe at recipes/llama\.yaml"):
+        from_recipe("recipes/llama.yaml")
+    with pytest.raises(ConfigError, match="no recipe at elsewhere"):
+        from_recipe("elsewhere/recipes/llama-8k-offline.yaml")
