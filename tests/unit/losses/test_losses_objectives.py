@@ -3,13 +3,15 @@
 s sequence, b micro-batch, h hidden, v vocabulary, n rows of a chunk, k support, vp = v/tp.
 """
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from loss_cases import HEADS, logits_of, make_case, run, upstream_of
+from loss_cases import HEADS, logits_of, make_case, plain, run, upstream_of
 
 from megatron_kd.losses import (
     Divergence,
@@ -128,6 +130,51 @@ def test_an_objective_from_outside_runs_online(squared, head, backend):
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11)
     logits = logits_of(case.hidden, case.weight, case.bias)
     torch.testing.assert_close(reference.full_loss(logits, y, squared, case.labels), want["loss"])
+
+
+def blocks_of_page():
+    """The Python of docs/objectives.md, block by block."""
+    page = Path(__file__).parents[3] / "docs" / "objectives.md"
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_pages_objective_is_total_variation(monkeypatch):
+    """Documented code as it stands: offline against its definition, online against autograd."""
+    monkeypatch.setitem(OBJECTIVES, "total_variation", None)  # taken out again afterwards
+    exec(blocks_of_page()[1], {})
+    case = make_case(temperature=1.5, captured=True).with_options(
+        objective="total_variation", tail="bucket"
+    )
+    upstream = upstream_of(case)
+    want = run(plain, case, torch.float64, upstream)
+    for head in HEADS:
+        got = run(head, case, torch.float64, upstream)
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11)
+    z = logits_of(case.hidden, case.weight, case.bias).requires_grad_()
+    y = logits_of(case.hidden * 2, case.weight, case.bias)
+    loss = dense_online_kd_loss(z, y, divergence=case.divergence)
+    expected = (torch.softmax(z / 1.5, -1) - torch.softmax(y / 1.5, -1)).abs().sum(-1) / 2
+    torch.testing.assert_close(loss, expected)
+    (got,), (wanted,) = (torch.autograd.grad((x * upstream).sum(), z) for x in (loss, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_the_pages_call_runs():
+    case = make_case()
+    names = dict(
+        hidden_states=case.hidden.clone().requires_grad_(),
+        output_weight=case.weight,
+        topk_ids=case.target.ids,
+        topk_logprobs=case.target.logprobs,
+        labels=case.labels,
+        loss_mask=case.token_weights,
+        tp_group=None,
+    )
+    exec(blocks_of_page()[0], names)
+    mixed = 0.9 * names["metrics"].divergence + 0.1 * names["metrics"].lm_loss
+    torch.testing.assert_close(names["loss"], mixed)
+    assert torch.isfinite(names["hidden_states"].grad).all()
 
 
 @pytest.mark.parametrize("missing", ["row_sums", "gradient"])
