@@ -6,7 +6,6 @@ shared but files that appear whole.
 """
 
 import errno
-import json
 import os
 import shutil
 import sys
@@ -16,23 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.cache.format import (
-    MANIFEST_NAME,
-    SPEC_NAME,
-    CacheError,
-    CacheSpec,
-    parse_manifest,
-    read_json,
-    read_text,
-)
-from megatron_kd.cache.writer import (
-    ShardWriter,
-    finished_shards,
-    open_directory,
-    publish_manifest,
-    reopen,
-)
-from megatron_kd.files import publish
+from megatron_kd.cache.directory import CacheDirectory
+from megatron_kd.cache.format import SPEC_NAME
+from megatron_kd.cache.writer import ShardWriter
 from megatron_kd.teacher.capture.estimate import CaptureEstimate
 from megatron_kd.teacher.capture.job import CaptureJob, ResolvedJob, as_begun, resolve
 from megatron_kd.teacher.capture.progress import CaptureProgress
@@ -42,8 +27,6 @@ from megatron_kd.teacher.engines import engine_class, explained_absence
 from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
 from megatron_kd.teacher.engines.http_client import API_KEY
 
-# The job, beside the shards until the manifest carries it.
-_ORIGIN_NAME = ".capture.json"
 _TELLING_TOPK = 20
 """With fewer candidates a good teacher may miss many next tokens."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -67,13 +50,18 @@ def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict
     opened = {name: _open(job, Path(jobs[name][1])) for name, job in resolved_jobs.items()}
     complete = {}
     with _Engines() as engines:
-        for name, (resolved, folder) in opened.items():
-            _reopen_if_incomplete(resolved, folder)
-            if not (folder / MANIFEST_NAME).exists():
-                publish(folder / _ORIGIN_NAME, _origin_text(resolved.job))
+        for name, (resolved, directory) in opened.items():
+            if lost := directory.reopen_lost(resolved.plan):
+                print(
+                    f"{directory.folder}: shard {', '.join(map(str, lost))} missing or cut since "
+                    "the cache was complete; captured again",
+                    file=sys.stderr,
+                )
+            if not directory.is_complete:
+                directory.keep_origin(asdict(resolved.job))
                 label = name if worker.count == 1 else f"{name} {worker}"
-                _make(resolved, folder, label, worker, engines)
-            complete[name] = _complete(resolved, folder)
+                _make(resolved, directory, label, worker, engines)
+            complete[name] = _complete(resolved, directory)
     return complete
 
 
@@ -93,77 +81,55 @@ def recapture(path: str | os.PathLike, shards: Sequence[int] | None = None) -> d
             was captured.
         OSError: The disk is full, or the teacher stopped answering. Finished shards are kept.
     """
-    folder = Path(path)
-    job = _recorded_job(folder)
+    directory = CacheDirectory(path)
+    job = _recorded_job(directory)
     if job is None:
         raise EngineError(
-            f"{folder} does not say how megatron-kd capture made it; run megatron-kd capture with "
+            f"{path} does not say how megatron-kd capture made it; run megatron-kd capture with "
             "its parameters again"
         )
     if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
         raise EngineError(
-            f"{folder} was captured with --trust-remote-code, which is never repeated unasked; "
+            f"{path} was captured with --trust-remote-code, which is never repeated unasked; "
             "give its megatron-kd capture command again"
         )
     if job.options.get("server") and os.environ.get(API_KEY):
         raise EngineError(
-            f"{folder} names its own servers {list(job.options['server'])}, to which the key in "
+            f"{path} names its own servers {list(job.options['server'])}, to which the key in "
             f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
             "makes the missing shards"
         )
     with explained_absence(job.engine):
-        resolved, folder = _open(resolve(job), folder)
-        if (folder / MANIFEST_NAME).exists():
-            wanted = _missing(resolved, folder) if shards is None else sorted(set(shards))
-            publish(folder / _ORIGIN_NAME, _origin_text(job))
-            reopen(folder, without=wanted)
+        resolved, directory = _open(resolve(job), directory.folder)
+        if directory.is_complete:
+            again = directory.missing(resolved.plan) if shards is None else shards
+            directory.keep_origin(asdict(job))
+            directory.reopen(without=again)
         with _Engines() as engines:
-            _make(resolved, folder, folder.name, Worker(), engines)
-    _complete(resolved, folder)
-    return read_json(folder / MANIFEST_NAME)
+            _make(resolved, directory, directory.folder.name, Worker(), engines)
+    _complete(resolved, directory)
+    return directory.manifest()[0]
 
 
-def _recorded_job(folder: Path) -> CaptureJob | None:
+def _recorded_job(directory: CacheDirectory) -> CaptureJob | None:
     """The job that a directory names as its origin; None where there is none of ours."""
-    manifest_file, origin_file = folder / MANIFEST_NAME, folder / _ORIGIN_NAME
     try:
-        if manifest_file.exists():
-            origin = parse_manifest(read_text(manifest_file), str(manifest_file))[0]["origin"]
-        else:
-            origin = read_json(origin_file)
-        return CaptureJob(**origin)
-    except (FileNotFoundError, TypeError):  # TypeError: another tool's origin
+        return CaptureJob(**(directory.origin() or {}))
+    except TypeError:  # no origin, or another tool's
         return None
 
 
-def _open(resolved: ResolvedJob, folder: Path) -> tuple[ResolvedJob, Path]:
+def _open(resolved: ResolvedJob, folder: Path) -> tuple[ResolvedJob, CacheDirectory]:
     """Makes the job's directory, or checks that it was begun by this job."""
-    earlier = _recorded_job(folder)
+    directory = CacheDirectory(folder)
+    earlier = _recorded_job(directory)
     if earlier is not None and (folder / SPEC_NAME).exists():
-        begun = CacheSpec.from_dict(read_json(folder / SPEC_NAME))
-        resolved = as_begun(resolved, earlier, begun)
-    return resolved, open_directory(folder, resolved.spec)
+        resolved = as_begun(resolved, earlier, directory.spec())
+    return resolved, CacheDirectory.begin(folder, resolved.spec)
 
 
-def _missing(resolved: ResolvedJob, folder: Path) -> list[int]:
-    return sorted(set(range(len(resolved.plan) - 1)) - set(finished_shards(folder)))
-
-
-def _reopen_if_incomplete(resolved: ResolvedJob, folder: Path) -> None:
-    """Makes a complete cache an unfinished one where shards got lost since."""
-    try:
-        lost = _missing(resolved, folder)
-        if not (folder / MANIFEST_NAME).exists() or not lost:
-            return
-        print(
-            f"{folder}: shard {', '.join(map(str, lost))} missing or cut since the cache was "
-            "complete; captured again",
-            file=sys.stderr,
-        )
-        reopen(folder, without=lost)
-    except FileNotFoundError:  # another worker did so between two looks at the directory
-        if (folder / MANIFEST_NAME).exists():
-            raise
+def _complete(resolved: ResolvedJob, directory: CacheDirectory) -> bool:
+    return directory.complete_if_whole(resolved.plan, origin=asdict(resolved.job))
 
 
 class _Engines:
@@ -191,26 +157,26 @@ class _Engines:
 
 
 def _make(
-    resolved: ResolvedJob, folder: Path, label: str, worker: Worker, engines: _Engines
+    resolved: ResolvedJob, directory: CacheDirectory, label: str, worker: Worker, engines: _Engines
 ) -> None:
     """Makes the worker's shards that are not finished. Loads the teacher only if there are any."""
-    todo = [shard for shard in _missing(resolved, folder) if worker.takes(shard)]
+    todo = [shard for shard in directory.missing(resolved.plan) if worker.takes(shard)]
     if not todo:
         return
     of_shard = np.add.reduceat(resolved.positions, resolved.plan[:-1])
     engine = engines.of(resolved)
-    progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(folder).free)
+    progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(directory).free)
     try:
         for shard in todo:
             try:
-                _make_shard(resolved, engine, folder, shard, progress)
+                _make_shard(resolved, engine, directory, shard, progress)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
                 raise OSError(
-                    f"{error}. Shard {shard} of {len(resolved.plan) - 1} in {folder} could not be "
-                    "written; the finished ones are kept. Make room and run the same command again "
-                    "to go on"
+                    f"{error}. Shard {shard} of {len(resolved.plan) - 1} in {directory.folder} "
+                    "could not be written; the finished ones are kept. Make room and run the same "
+                    "command again to go on"
                 ) from error
     finally:
         progress.close()
@@ -219,7 +185,7 @@ def _make(
 def _make_shard(
     resolved: ResolvedJob,
     engine: TeacherEngine,
-    folder: Path,
+    directory: CacheDirectory,
     shard: int,
     progress: CaptureProgress,
 ) -> None:
@@ -252,7 +218,7 @@ def _make_shard(
             if progress.ready_to_estimate:
                 share = estimate.label_share() if resolved.spec.topk >= _TELLING_TOPK else None
                 progress.estimate(estimate.bytes_per_position(), share)
-    writer = ShardWriter(folder, resolved.spec, shard, first)
+    writer = ShardWriter(directory, resolved.spec, shard, first)
     for index in range(first, last):
         sample, rows = resolved.reader[index], rows_of_sample.pop(index)
         writer.append(
@@ -265,25 +231,3 @@ def _make_shard(
             hidden=rows.hidden,
         )
     writer.publish()
-
-
-def _complete(resolved: ResolvedJob, folder: Path) -> bool:
-    """Publishes the manifest if every shard is there; so does any other worker that sees them
-    all."""
-    manifest = folder / MANIFEST_NAME
-    if not manifest.exists():
-        try:
-            if _missing(resolved, folder):
-                return manifest.exists()
-            publish_manifest(folder, samples=len(resolved.reader), origin=asdict(resolved.job))
-        except (FileNotFoundError, CacheError):
-            # Another worker published between two looks at the directory and took the entry files
-            # away.
-            if not manifest.exists():
-                raise
-    (folder / _ORIGIN_NAME).unlink(missing_ok=True)
-    return True
-
-
-def _origin_text(job: CaptureJob) -> bytes:
-    return json.dumps(asdict(job), sort_keys=True).encode()

@@ -65,6 +65,23 @@ def test_equal_to_the_whole_vocabulary(world):
             assert torch.equal(other[name, levels][1], logprobs)
 
 
+def draws_at_the_edge(rank):
+    """Draws so near to 1 that they may round to the end of the distribution function."""
+    request = RowRequest(topk=8, vocab_size=20, sampling="random")
+    uniforms = np.full((ROWS, 8), np.nextafter(1.0, 0.0))
+    whole = logits_of(96, 1000)
+    local = whole[:, rank * 32 : (rank + 1) * 32]
+    got = select_sharded(local, rank * 32, request, uniforms, dist.group.WORLD)
+    return got[0], got[1], *select(whole, request, uniforms)[:2]
+
+
+def test_the_last_draws_fall_on_the_last_id_and_not_on_padding():
+    for ids, logprobs, want_ids, want_logprobs in run_ranks(3, draws_at_the_edge):
+        assert ids.tolist() == want_ids.tolist()
+        torch.testing.assert_close(logprobs, want_logprobs)
+        assert (ids[:, 0] == 19).all() and (ids[:, 1:] == -1).all()
+
+
 def nan_on_one_shard(rank):
     logits = torch.zeros(3, 8)
     if rank == 1:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -93,13 +94,24 @@ def test_a_rerun_makes_only_what_is_missing(data, teacher_dir, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "other",
     [["--topk", "9"], ["--codec", "fp16"], ["--top-p", "0.9"], ["--shard-positions", "71"]]
-    + [["--dtype", "bfloat16"], ["--temperatures", "2"], ["--sampling", "random"]],
+    + [["--dtype", "bfloat16"], ["--temperatures", "2"], ["--sampling", "random"]]
+    + [["--attention", "eager"], ["--trust-remote-code"], ["--head-chunk-bytes", "5000"]],
     ids=" ".join,
 )
 def test_a_rerun_with_other_parameters_is_refused(other, data, teacher_dir, tmp_path, capsys):
     assert main(command(data, teacher_dir, tmp_path / "cache", "--worker", "0/2")) == 0
     assert main(command(data, teacher_dir, tmp_path / "cache", *other)) == 1
     assert "use the same settings, or another directory" in capsys.readouterr().err
+
+
+def test_a_directory_emptied_by_hand_is_begun_anew(data, teacher_dir, tmp_path):
+    """`rm -r cache/train/*` leaves the files whose names begin with a dot."""
+    more = ["--split", "train", "--attention", "eager"]
+    assert main(command(data, teacher_dir, tmp_path / "cache", *more, "--worker", "0/2")) == 0
+    for path in (tmp_path / "cache" / "train").glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert list((tmp_path / "cache" / "train").iterdir())
+    assert main(command(data, teacher_dir, tmp_path / "cache")) == 0
 
 
 def test_a_rerun_with_another_teacher_is_refused(data, teacher_dir, tmp_path, capsys):
