@@ -153,7 +153,7 @@ def compare_norms(rank):
 
 
 def test_attention_equals_the_hosts_own_on_one_rank():
-    by_rank = run_ranks(2, compare_attention)
+    by_rank = run_ranks(2, compare_attention, host=True)
     assert len(by_rank[0]) == len(ATTENTION) * 2 * 3
     for found in by_rank:
         for name, departures in found.items():
@@ -161,7 +161,7 @@ def test_attention_equals_the_hosts_own_on_one_rank():
 
 
 def test_norms_of_a_sharded_sequence_are_marked_and_add_up():
-    for found in run_ranks(2, compare_norms):
+    for found in run_ranks(2, compare_norms, host=True):
         for departures, marked in found.values():
             assert max(departures) < 2e-6, departures
             assert marked == [False, True]

@@ -1,9 +1,22 @@
 """What each kind of warm interpreter has imported (`server.py`)."""
 
+import importlib
+
+TORCH = (
+    "torch.distributed.run",
+    "torch.multiprocessing",
+    "pytest",
+    "transformers",
+    "megatron_kd.losses",
+    "megatron_kd.losses.reference",
+    "megatron_kd.cli",
+)
+HOST = ("megatron_kd.host.train", "megatron_kd.host.export")
+
 
 def _torch() -> None:
-    import torch.distributed.run
-    import torch.multiprocessing  # noqa: F401
+    for name in TORCH:
+        importlib.import_module(name)
 
 
 def _host() -> None:
@@ -11,7 +24,8 @@ def _host() -> None:
 
     backend.activate()
     _torch()
-    import megatron_kd.host.train  # noqa: F401
+    for name in HOST:
+        importlib.import_module(name)
 
 
 KINDS = {"torch": _torch, "host": _host}
