@@ -4,10 +4,10 @@ the first run's.
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron_kd.metrics_file import curve, read_metrics
+from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
 
@@ -37,7 +37,7 @@ def run(args) -> int:
         table.add_row(
             name, str(len(values)), f"{values[0]:.5f}", f"{values[-1]:.5f}", f"{difference:.1e}"
         )
-    console = Console()
+    console = table_console()
     console.print(table)
     png = Path(args.png or Path(args.runs[0]).parent / "comparison.png")
     plot_losses(runs, png)

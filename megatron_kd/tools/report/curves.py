@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from megatron_kd.metrics_file import curve
+from megatron_kd.tools import figures
 
 PANELS = (("kd loss", "KD loss (nats/token)"), ("lm loss", "LM loss (nats/token)"))
 
@@ -19,7 +15,7 @@ def plot_losses(runs: dict[str, list[dict]], path: Path) -> None:
         runs: Name → records of `read_metrics`.
         path: The PNG to write; its folder is made.
     """
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4), constrained_layout=True)
+    figure, axes = figures.panels(len(PANELS), 11, 4)
     for axis, (name, label) in zip(axes, PANELS, strict=True):
         for color, (run, records) in enumerate(runs.items()):
             axis.plot(
@@ -36,6 +32,4 @@ def plot_losses(runs: dict[str, list[dict]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figures.save(figure, path, dpi=110)

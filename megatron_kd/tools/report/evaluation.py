@@ -8,8 +8,9 @@ import csv
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+
+from megatron_kd.tools.console import table_console
 
 HEADLINE = {
     # task: the metric papers report. Other tasks: the first of METRICS that they have.
@@ -43,7 +44,7 @@ def run(args) -> int:
             f"{row['teacher']:.4f}",
             "–" if row["retained_percent"] is None else f"{row['retained_percent']:.1f}",
         )
-    console = Console()
+    console = table_console()
     console.print(table)
     path = Path(args.csv or Path(args.student).parent / "evaluation.csv")
     with open(path, "w", newline="") as file:
@@ -89,16 +90,15 @@ def compare(student: dict, teacher: dict) -> list[dict]:
     for task, metric in student:
         if (task, metric) not in teacher:
             continue
-        mine, its = student[task, metric], teacher[task, metric]
-        part, whole = (
-            (its, mine) if any(name in metric for name in LOWER_IS_BETTER) else (mine, its)
-        )
+        scores = student[task, metric], teacher[task, metric]
+        lower_is_better = any(name in metric for name in LOWER_IS_BETTER)
+        part, whole = reversed(scores) if lower_is_better else scores
         rows.append(
             {
                 "task": task,
                 "metric": metric.removesuffix(",none"),
-                "student": mine,
-                "teacher": its,
+                "student": student[task, metric],
+                "teacher": teacher[task, metric],
                 "retained_percent": 100 * part / whole if whole else None,
             }
         )

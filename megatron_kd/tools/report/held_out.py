@@ -8,8 +8,9 @@ different sums, the held-out KL is one.
 from dataclasses import dataclass, fields
 
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from megatron_kd.tools.console import table_console
 
 
 @dataclass
@@ -42,7 +43,7 @@ def run(args) -> int:
         table.add_row(
             student, f"{scores.kl:.4f}", f"{scores.accuracy:.2%}", f"{scores.agreement:.2%}"
         )
-    Console().print(table)
+    table_console().print(table)
     return 0
 
 

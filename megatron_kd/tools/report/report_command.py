@@ -5,10 +5,10 @@ curves as a PNG.
 import statistics
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron_kd.metrics_file import curve, peak_bytes_by_rank, read_metrics
+from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
 PROMPT = "The if statement is used for"
@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    console = Console()
+    console = table_console()
     records = read_metrics(args.run)
     table = Table(title=f"distillation in {args.run}")
     table.add_column("quantity")

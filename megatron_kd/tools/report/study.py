@@ -5,107 +5,28 @@ The study is a YAML file: a recipe, the command that trains it, seeds, runs (nam
 sections that compare runs. Finished runs are kept, so a study that was stopped goes on.
 """
 
-import csv
 import dataclasses
 import json
 import shlex
-import statistics
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_kd.metrics_file import curve, peak_bytes_by_rank, read_metrics
-from megatron_kd.recipe_file import merged_recipe
-from megatron_kd.sections import Integer, Number, build, config_section
-from megatron_kd.tools.report.held_out import Scores, held_out_scores
-from megatron_kd.tools.report.study_figures import draw
+from megatron_kd.tools import figures
+from megatron_kd.tools.console import table_console
+from megatron_kd.tools.report.held_out import held_out_scores
+from megatron_kd.tools.report.study_config import StudyConfig, read_study
+from megatron_kd.tools.report.study_figures import figure_of
+from megatron_kd.tools.report.study_results import SCORES_FILE, collect, summary, write_table
 from megatron_kd.typed_mapping import ConfigError
 
 FINISHED = "finished"
-SCORES = "held_out.json"
 STUDENTS_AT_ONCE = 8
 LOG_LINES = 20
-
-
-@config_section
-class StudyRun:
-    overrides: list[str] = field(default_factory=list)
-    """Of the recipe, `key=value`."""
-    title: str | None = None
-    """How tables call it; null takes the run's name."""
-    series: str | None = None
-    """The line it belongs to in a section of kind `lines`."""
-    x: Number | None = None
-    """Its place on that line."""
-
-
-@config_section
-class StudySection:
-    title: str
-    kind: Literal["bars", "curves", "lines"] = "bars"
-    """The figure: held-out scores as bars or over x, or loss curves."""
-    x_label: str = ""
-    runs: list[str]
-
-
-@config_section
-class StudyConfig:
-    recipe: str
-    command: str
-    """What trains: it is given `--config RECIPE` and overrides, and must not return before the end.
-    """
-    output_dir: str
-    """One folder per run and seed goes below it."""
-    teacher: str
-    """Hugging Face directory."""
-    held_out: str
-    """One split of prepared data that no run trains on."""
-    held_out_sequences: Integer | None = None
-    """Score on this many of its sequences, evenly spaced; null scores on all."""
-    seeds: list[Integer]
-    """Of data order and initialisation."""
-    runs: dict[str, StudyRun]
-    sections: dict[str, StudySection]
-
-    def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ConfigError(f"seeds must be distinct and at least one, not {self.seeds}")
-        for name, section in self.sections.items():
-            unknown = sorted(set(section.runs) - set(self.runs))
-            if unknown:
-                raise ConfigError(f"sections.{name}.runs: {unknown} are not among the study's runs")
-            if section.kind == "lines" and any(self.runs[run].x is None for run in section.runs):
-                raise ConfigError(f"sections.{name} draws lines: every run of it needs an x")
-
-    def folder(self, run: str, seed: int) -> Path:
-        return Path(self.output_dir) / run / str(seed)
-
-    def title(self, run: str) -> str:
-        return self.runs[run].title or run
-
-
-@dataclass
-class Row:
-    """One trained student; a line of the table."""
-
-    run: str
-    seed: int
-    iterations: int
-    held_out_kl: float
-    next_token_accuracy: float
-    teacher_agreement: float
-    final_kd_loss: float
-    final_lm_loss: float
-    seconds_per_iteration: float
-    tokens_per_s: float
-    model_tflops_per_s: float
-    peak_mib: float
 
 
 def add_arguments(parser) -> None:
@@ -128,20 +49,10 @@ def run(args) -> int:
     write_table(rows, output / "study.csv")
     (output / "study.md").write_text(summary(study, rows))
     for name, section in study.sections.items():
-        draw(study, section, rows, output / f"study_{name}.png")
-    Console().print(f"{len(rows)} runs: {output}/study.csv, study.md and a PNG per section")
+        if any(row.run in section.runs for row in rows):
+            figures.save(figure_of(study, section, rows), output / f"study_{name}.png", dpi=120)
+    table_console().print(f"{len(rows)} runs: {output}/study.csv, study.md and a PNG per section")
     return 1 if failed else 0
-
-
-def read_study(path: str | Path) -> StudyConfig:
-    """The checked study.
-
-    Raises:
-        ConfigError: Names the key and what was expected.
-    """
-    if not Path(path).is_file():
-        raise ConfigError(f"no study at {path}")
-    return build(StudyConfig, merged_recipe(path))
 
 
 def train(study: StudyConfig, names: list[str], jobs: int) -> list[Path]:
@@ -234,94 +145,9 @@ def score(study: StudyConfig) -> None:
         found = held_out_scores(study.teacher, students, sequences, limit=study.held_out_sequences)
         for student, scores in found.items():
             content = {"by": by, "scores": dataclasses.asdict(scores)}
-            (Path(student).parent / SCORES).write_text(json.dumps(content))
+            (Path(student).parent / SCORES_FILE).write_text(json.dumps(content))
 
 
 def _scored(folder: Path, by: dict) -> bool:
-    path = folder / SCORES
+    path = folder / SCORES_FILE
     return path.is_file() and json.loads(path.read_text())["by"] == by
-
-
-def collect(study: StudyConfig) -> list[Row]:
-    """A row per scored run, in the study's order."""
-    folders = [(name, seed) for name in study.runs for seed in study.seeds]
-    return [
-        _row(name, seed, folder)
-        for name, seed in folders
-        if (folder := study.folder(name, seed)).joinpath(SCORES).is_file()
-    ]
-
-
-def _row(name: str, seed: int, folder: Path) -> Row:
-    records = read_metrics(folder)
-    scores = Scores(**json.loads((folder / SCORES).read_text())["scores"])
-    steps = [record for record in records if record["kind"] == "train"]
-    warm = steps[1:] or steps  # the first iteration also warms up
-
-    def median(key: str) -> float:
-        return statistics.median(record[key] for record in warm)
-
-    def last(loss: str) -> float:
-        _, values = curve(records, "validation", loss)
-        return values[-1] if values else float("nan")
-
-    return Row(
-        run=name,
-        seed=seed,
-        iterations=steps[-1]["iteration"],
-        held_out_kl=scores.kl,
-        next_token_accuracy=scores.accuracy,
-        teacher_agreement=scores.agreement,
-        final_kd_loss=last("kd loss"),
-        final_lm_loss=last("lm loss"),
-        seconds_per_iteration=median("seconds"),
-        tokens_per_s=median("tokens_per_s"),
-        model_tflops_per_s=median("model_tflops_per_s"),
-        peak_mib=max(peak_bytes_by_rank(folder)) / (1 << 20),
-    )
-
-
-def write_table(rows: list[Row], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(column.name for column in dataclasses.fields(Row))
-        for row in rows:
-            values = dataclasses.astuple(row)
-            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
-
-
-def summary(study: StudyConfig, rows: list[Row]) -> str:
-    """Markdown: a table per section, mean ± standard deviation over seeds. Time and memory are in
-    those of kind `curves` alone: the other sections' runs may have shared the machine.
-    """
-    parts = []
-    for section in study.sections.values():
-        headings = ["run", "seeds", "held-out KL (nats)", "next token", "teacher's first"]
-        if section.kind == "curves":
-            headings += ["s/iteration", "TFLOP/s", "peak (MiB)"]
-        lines = [
-            f"## {section.title}",
-            "",
-            f"| {' | '.join(headings)} |",
-            f"|---{'|--:' * (len(headings) - 1)}|",
-        ]
-        for name in section.runs:
-            own = [row for row in rows if row.run == name]
-            if not own:
-                continue
-            cells = [
-                mean_sd([row.held_out_kl for row in own], "{:.3f}"),
-                mean_sd([100 * row.next_token_accuracy for row in own], "{:.1f}") + " %",
-                mean_sd([100 * row.teacher_agreement for row in own], "{:.1f}") + " %",
-                mean_sd([row.seconds_per_iteration for row in own], "{:.2f}"),
-                mean_sd([row.model_tflops_per_s for row in own], "{:.3f}"),
-                mean_sd([row.peak_mib for row in own], "{:,.0f}"),
-            ][: len(headings) - 2]
-            lines.append(f"| {study.title(name)} | {len(own)} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def mean_sd(values: list[float], form: str) -> str:
-    text = form.format(statistics.mean(values))
-    return f"{text} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else text

@@ -1,29 +1,24 @@
 """The figures of a study: one PNG per section."""
 
 import statistics
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from megatron_kd.metrics_file import curve, read_metrics
+from megatron_kd.tools import figures
+from megatron_kd.tools.report.study_results import mean_sd
 
 
-def draw(study, section, rows: list, path: Path) -> None:
-    """Write a section's figure, of kind bars, curves or lines; none where nothing was measured."""
+def figure_of(study, section, rows: list) -> Figure:
+    """A section's figure, of kind bars, curves or lines; at least one row must be of its runs."""
     by_run = {name: [row for row in rows if row.run == name] for name in section.runs}
-    by_run = {name: own for name, own in by_run.items() if own}
-    if not by_run:
-        return
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    by_run = {name: runs for name, runs in by_run.items() if runs}
+    figure, axes = figures.panels(2, 11, 4.2)
     KINDS[section.kind](study, section, by_run, axes)
     figure.suptitle(section.title)
     for axis in axes:
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 SCORES = (
@@ -35,8 +30,8 @@ SCORES = (
 def _bars(study, section, by_run, axes) -> None:
     places = range(len(by_run))
     for axis, (score, label) in zip(axes, SCORES, strict=True):
-        means, spreads = zip(*(_mean_sd(own, score) for own in by_run.values()), strict=True)
-        axis.barh(places, means, xerr=spreads, color="#2563eb", capsize=3)
+        means, spreads = zip(*(_mean_sd(runs, score) for runs in by_run.values()), strict=True)
+        axis.barh(places, means, xerr=spreads, color=figures.OURS, capsize=3)
         axis.set_yticks(places, [study.title(name) for name in by_run])
         axis.invert_yaxis()
         axis.set_xlabel(label)
@@ -61,9 +56,9 @@ def _lines(study, section, by_run, axes) -> None:
 def _curves(study, section, by_run, axes) -> None:
     """The mean over seeds of the KD loss in training, and the time of an iteration."""
     widths = [3.5, 2.5, 1.5, 1.0]  # equal curves stay visible below each other
-    for number, (name, own) in enumerate(by_run.items()):
+    for number, (name, runs) in enumerate(by_run.items()):
         curves = [
-            curve(read_metrics(study.folder(name, row.seed)), "train", "kd loss") for row in own
+            curve(read_metrics(study.folder(name, row.seed)), "train", "kd loss") for row in runs
         ]
         losses = zip(*(values for _, values in curves), strict=True)
         means = [statistics.mean(values) for values in losses]
@@ -74,17 +69,16 @@ def _curves(study, section, by_run, axes) -> None:
     axes[0].legend()
     places = range(len(by_run))
     means, spreads = zip(
-        *(_mean_sd(own, "seconds_per_iteration") for own in by_run.values()), strict=True
+        *(_mean_sd(runs, "seconds_per_iteration") for runs in by_run.values()), strict=True
     )
-    axes[1].barh(places, means, xerr=spreads, color="#2563eb", capsize=3)
+    axes[1].barh(places, means, xerr=spreads, color=figures.OURS, capsize=3)
     axes[1].set_yticks(places, [study.title(name) for name in by_run])
     axes[1].invert_yaxis()
     axes[1].set_xlabel("seconds per iteration")
 
 
 def _mean_sd(rows: list, score: str) -> tuple[float, float]:
-    values = [getattr(row, score) for row in rows]
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return mean_sd([getattr(row, score) for row in rows])
 
 
 KINDS = {"bars": _bars, "curves": _curves, "lines": _lines}

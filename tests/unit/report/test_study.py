@@ -12,7 +12,10 @@ from small_report import TEXT, write_sequences
 
 from megatron_kd.cli import main
 from megatron_kd.tools.report import study as study_module
-from megatron_kd.tools.report.study import read_study, train
+from megatron_kd.tools.report.study import train
+from megatron_kd.tools.report.study_config import read_study
+from megatron_kd.tools.report.study_figures import figure_of
+from megatron_kd.tools.report.study_results import collect, mean_sd
 from megatron_kd.typed_mapping import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -102,8 +105,36 @@ def test_every_run_is_trained_scored_and_shown(study, tmp_path):
     for table in tables.values():  # every line as wide as its heading
         rows = [line.count("|") for line in table.splitlines() if line.startswith("|")]
         assert len(rows) == 4 and len(set(rows)) == 1
-    for name in "abc":
-        assert (output / f"study_{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in output.glob("*.png")) == [
+        f"study_{name}.png" for name in "abc"
+    ]
+
+
+def test_figures_draw_the_means_over_seeds(study, tmp_path):
+    path, _, _ = study
+    assert main(["study", str(path), "--output", str(tmp_path / "results")]) == 0
+    study = read_study(path)
+    rows = collect(study)
+    kl = [next(row.held_out_kl for row in rows if row.run == name) for name in ("one", "two")]
+    curves, lines, bars = (
+        figure_of(study, section, rows).axes for section in study.sections.values()
+    )
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in curves[0].get_lines()}
+    assert drawn == {  # level / step, with the levels 2 and 3 of run one, 3 and 4 of run two
+        "first": [[1, 2.5], [2, 1.25], [3, pytest.approx(2.5 / 3)]],
+        "two": [[1, 3.5], [2, 1.75], [3, pytest.approx(3.5 / 3)]],
+    }
+    assert [bar.get_width() for bar in curves[1].patches] == [2.5, 2.5]
+    (line,) = lines[0].get_lines()[:1]
+    assert line.get_xydata().tolist() == [[1, pytest.approx(kl[0])], [10, pytest.approx(kl[1])]]
+    assert [bar.get_width() for bar in bars[0].patches] == pytest.approx(kl)
+    assert [label.get_text() for label in bars[0].get_yticklabels()] == ["first", "two"]
+    assert bars[0].figure.get_suptitle() == "C"
+
+
+def test_mean_and_deviation_over_seeds():
+    assert mean_sd([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
+    assert mean_sd([4.0]) == (4.0, 0.0)
 
 
 def test_finished_runs_are_kept_and_failed_ones_repeated(study, tmp_path, capsys):
