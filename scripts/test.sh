@@ -1,30 +1,53 @@
 #!/usr/bin/env bash
-# Set the environment up if it is missing, check the style, run the tests: scripts/test.sh [--stack 0.6] [pytest arguments]
-# Default: everything that is not marked slow. `scripts/test.sh -m slow` runs the rest. With --stack 0.6: what touches the
-# host, in that host's environment.
+# Set the environment up if it is missing, check the style, run tests:
+#   scripts/test.sh             the core: unit tests, gloo ranks, and the host's real loop; minutes on two cores
+#   scripts/test.sh --all       everything but the slow tests, on both hosts
+#   scripts/test.sh --extended  what --all runs beside the core
+#   scripts/test.sh --slow      the slow tests: SLURM, vLLM, SGLang, lm-eval, long random walks
+# --stack 0.3 or 0.6 chooses one host; on 0.6 only tests/bridge differs, so only that runs. Everything else goes to pytest, such
+# as a file, or `-m EXPRESSION`, which then chooses alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-stack=0.3 venv=.venv
-if [[ ${1:-} == --stack ]]; then
-    stack=${2:?--stack needs a version, 0.3 or 0.6}
-    shift 2
-fi
-bash scripts/setup.sh --stack "$stack"
-tests=()
-if [[ $stack == 0.3 ]]; then
-    .venv/bin/python -m ruff check .
-    .venv/bin/python -m ruff format --check .
-else
-    venv=.venv-$stack
-    tests=(tests/bridge)
-    for argument in "$@"; do
-        [[ $argument != tests/* ]] || tests=()
-    done
-fi
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-selection=(-m "not slow and not gpu")
-for argument in "$@"; do
-    [[ $argument == -m* ]] && selection=()
+tier=core stack= chosen= folder=tests/bridge
+arguments=()
+while (($#)); do
+    case $1 in
+        --all | --extended | --slow) tier=${1#--} ;;
+        --stack) stack=${2:?--stack needs a version, 0.3 or 0.6} && shift ;;
+        -m) chosen=${2:?-m needs an expression} && shift ;;
+        -m*) chosen=${1#-m} ;;
+        *)
+            [[ $1 != tests* ]] || folder=
+            arguments+=("$1")
+            ;;
+    esac
+    shift
 done
-exec $venv/bin/python -m pytest -n 2 --dist loadfile "${selection[@]}" "${tests[@]}" "$@"
+stacks=(0.3)
+[[ $tier != all && $tier != extended ]] || stacks+=(0.6)
+[[ -z $stack ]] || stacks=("$stack")
+
+case $tier in
+    core) selection="not extended and not slow and not gpu" ;;
+    all) selection="not slow and not gpu" ;;
+    extended) selection="extended and not slow and not gpu" ;;
+    slow) selection="slow and not gpu" ;;
+esac
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+status=0
+for stack in "${stacks[@]}"; do
+    bash scripts/setup.sh --stack "$stack"
+    venv=.venv expression=${chosen:-$selection} where=()
+    if [[ $stack == 0.3 ]]; then
+        .venv/bin/python -m ruff check .
+        .venv/bin/python -m ruff format --check .
+    else
+        venv=.venv-$stack
+        # The core ran on the first host alone.
+        [[ $tier != extended || -n $chosen ]] || expression="not slow and not gpu"
+        [[ -z $folder ]] || where=("$folder")
+    fi
+    $venv/bin/python -m pytest -n 2 --dist loadfile -m "$expression" "${where[@]}" "${arguments[@]}" || status=$?
+done
+exit $status
