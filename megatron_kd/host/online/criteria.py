@@ -38,8 +38,11 @@ class OnlineLoss(DistillationLoss):
     """The loss of a student whose teacher runs beside it in ModelOpt's DistillationModel.
 
     Args:
-        model: The distillation model, a student's chunk that holds its teacher's.
-        kind: Of the loss between hidden states, "mse" or "cosine".
+        model: The distillation model: a student's chunk with an output layer, which holds its
+            teacher's.
+        config: The loss between logits.
+        vocab_size: Tokens that both models share; rows beyond are padding.
+        weights: Of that loss and of the one between hidden states.
     """
 
     reports_masses = False

@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of optional packages that are not there
+    warnings.simplefilter("ignore")  # about optional packages that are not there
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
     from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
 
 
 def mean_logits_kl(logits, teacher_logits, group):
-    """Mean forward KL in nats from logits [S, 1, Vp] and teacher_logits [S, 1, Vp].
+    """Mean forward KL in nats from logits [s, 1, vp] and teacher_logits [s, 1, vp].
 
-    Under tensor parallelism each rank's loss is its shard's part: the value is summed over group,
-    as ModelOpt's own loss balancer does it.
+    s: positions, vp: this rank's part of the vocabulary. Under tensor parallelism each rank's loss
+    is its shard's part: the value is summed over group, as ModelOpt's own loss balancer does it.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     loss, *_ = _criterion(ranks)(logits, teacher_logits)

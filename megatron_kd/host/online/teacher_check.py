@@ -86,11 +86,12 @@ def has_shape(model: list, *, provider, expected: dict) -> list:
 
 
 def _compare(hf_path: str, names: tuple, weight: torch.Tensor, rows: tuple | None = None) -> int:
-    stored = _stored(Path(hf_path), names, rows)
+    """1 where the directory holds one of the names and `weight` equals it, 0 where it has none."""
+    stored = _read(Path(hf_path), names, rows)
     if stored is None:
         return 0
-    mine = weight.detach()[: len(stored)].to(device="cpu", dtype=torch.float32)
-    if not torch.allclose(mine, stored.float(), rtol=1e-2, atol=1e-4):
+    loaded = weight.detach()[: len(stored)].to(device="cpu", dtype=torch.float32)
+    if not torch.allclose(loaded, stored.float(), rtol=1e-2, atol=1e-4):
         raise WrongTeacherError(
             f"the teacher's weights differ from those in {hf_path}: they were not loaded. Its "
             "provider has lost its loading hook; register no hook on the student after the two "
@@ -99,7 +100,8 @@ def _compare(hf_path: str, names: tuple, weight: torch.Tensor, rows: tuple | Non
     return 1
 
 
-def _stored(directory: Path, names: tuple, rows: tuple | None) -> torch.Tensor | None:
+def _read(directory: Path, names: tuple, rows: tuple | None) -> torch.Tensor | None:
+    """The first of the named tensors that the directory holds, or a half-open range of its rows."""
     index = directory / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
     for name in names:

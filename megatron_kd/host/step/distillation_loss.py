@@ -54,6 +54,12 @@ class DistillationLoss(ABC):
     Between `begin` and `end` the model's forward computes the distillation loss; outside, the model
     is as the host built it, for generation and export. A subclass says where the teacher is:
     `OfflineLoss` in a cache, `OnlineLoss` in the process.
+
+    Args:
+        model: The chunk, not yet wrapped.
+        config: The loss between logits.
+        vocab_size: Tokens of the vocabulary; rows of the output layer beyond are padding.
+        weights: Of that loss and of the one between hidden states.
     """
 
     reports_masses = True
