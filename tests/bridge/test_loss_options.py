@@ -166,7 +166,7 @@ def teacher(world):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in CORE else pytest.mark.slow) for case in ALL],
+    [pytest.param(case, marks=() if case in CORE else pytest.mark.extended) for case in ALL],
     ids=str,
 )
 def test_two_steps_are_the_oracles(world, runs, teacher, case):
