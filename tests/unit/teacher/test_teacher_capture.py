@@ -43,6 +43,12 @@ def test_rows_in_the_cache_are_the_teachers(data, teacher_dir, tmp_path, capsys)
     assert (
         manifest["engine"]["name"] == "transformers" and "weights_xxh3_128" in manifest["teacher"]
     )
+    # What the first caches recorded, neither more nor less: shards are bound to it.
+    assert manifest["parameters"] == {
+        "batch_tokens": 4096,
+        "dtype": "float32",
+        "shard_positions": 70,
+    }
     words = capsys.readouterr()
     assert "estimate from" in words.err and "bytes/position" in words.err
     assert "validation: complete" in words.out
@@ -138,6 +144,9 @@ def test_texts_longer_than_the_teacher_reads_are_refused(teacher_dir, tmp_path, 
     write_split(tmp_path / "data" / "train", random_sequences(0, 1, length=300))
     assert main(command(tmp_path / "data", teacher_dir, tmp_path / "cache")) == 1
     assert "--seq-length 256 or less" in capsys.readouterr().err
+    longest = (np.zeros(257, np.int32), np.arange(257) < 256, np.array([0, 257], np.int32))
+    write_split(tmp_path / "longest" / "train", [longest])
+    assert main(command(tmp_path / "longest", teacher_dir, tmp_path / "longest-cache")) == 0
 
 
 def test_a_rerun_with_other_data_is_refused(data, teacher_dir, tmp_path, capsys):

@@ -63,6 +63,10 @@ def test_a_served_teacher_of_other_tokens_is_warned_of(teacher_dir, tmp_path, ca
         where = ["--data", str(tmp_path / name), "--teacher", str(teacher_dir)]
         assert main(["capture", *where, *more]) == 0
         assert ("of the next tokens" in capsys.readouterr().err) is warned
+    # So few candidates say nothing.
+    more = ["--topk", "19", "--dtype", "float32", "--output", str(tmp_path / "few")]
+    assert main(["capture", *where, *more]) == 0
+    assert "of the next tokens" not in capsys.readouterr().err
 
 
 def test_recapture_makes_the_given_shards_again(data, teacher_dir, tmp_path):

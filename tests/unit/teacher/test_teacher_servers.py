@@ -78,6 +78,24 @@ def test_dead_server_is_a_clear_error(engine, model):
         list(engine("tiny", REQUEST, options).stream(documents(2, [5])))
 
 
+def test_pauses_between_tries_grow_up_to_a_bound(monkeypatch):
+    pauses = []
+
+    async def sleep(pause_s):
+        pauses.append(pause_s)
+
+    with ModelServer(None) as dead:
+        pass
+    monkeypatch.setattr(http_client.asyncio, "sleep", sleep)
+    monkeypatch.setattr(http_client, "_LONGEST_WAIT_S", 0.05)
+    with pytest.raises(EngineUnavailable):
+        SglangEngine.describe("tiny", HttpOptions(server=(dead.address,), retries=5))
+    bounds = [0.01, 0.02, 0.04, 0.05, 0.05]
+    assert len(pauses) == len(bounds)
+    for pause_s, bound_s in zip(pauses, bounds, strict=True):
+        assert bound_s / 2 <= pause_s <= bound_s
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_of_two_servers_dies_and_the_other_goes_on(engine, model):
     with ModelServer(model) as dead:

@@ -122,6 +122,19 @@ def test_missing_weights_are_refused(teacher_dir, tmp_path):
         )
 
 
+def test_logits_that_are_no_function_of_single_rows_are_refused(teacher_dir, monkeypatch):
+    plain = LlamaForCausalLM.forward
+
+    def mixed(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.cumsum(1)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", mixed)
+    with pytest.raises(EngineError, match="does not compute its logits row by row"):
+        TransformersEngine(teacher_dir, RowRequest(topk=1, vocab_size=VOCAB), TransformersOptions())
+
+
 def test_wider_vocabulary_than_the_teacher_is_refused(teacher_dir):
     with pytest.raises(EngineError, match="131 output rows"):
         TransformersEngine(teacher_dir, RowRequest(topk=1, vocab_size=132), TransformersOptions())
@@ -142,3 +155,18 @@ def test_fingerprint_changes_with_a_weight_and_not_with_the_name(teacher_dir, tm
     )
     assert first["weights_xxh3_128"] == same["weights_xxh3_128"] != other["weights_xxh3_128"]
     assert first["config_sha256"] == same["config_sha256"] == other["config_sha256"]
+
+
+def test_fingerprint_is_of_the_weights_that_are_read(tmp_path):
+    from megatron_kd.models.fingerprint import model_fingerprint
+
+    write_teacher(tmp_path / "t")
+    first = model_fingerprint(tmp_path / "t")
+    (tmp_path / "t/pytorch_model.bin").write_bytes(b"a twin that transformers leaves alone")
+    assert model_fingerprint(tmp_path / "t") == first
+    write_teacher(tmp_path / "t", seed=1)  # the same files, other weights, the same process
+    assert model_fingerprint(tmp_path / "t")["weights_xxh3_128"] != first["weights_xxh3_128"]
+    (tmp_path / "t/model.safetensors").unlink()
+    (tmp_path / "t/pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="no weight files"):
+        model_fingerprint(tmp_path / "t")
