@@ -40,7 +40,8 @@ class CacheStatistics:
     rank_quantiles_nats: np.ndarray
     """[3, K] fp32: the 10, 50 and 90 % quantile of the log-probability at each rank."""
     bytes_per_position: dict[str, float]
-    """Of the whole cache, by what they are spent on; headers and offsets are "the rest"."""
+    """What they are spent on: bytes over positions of the whole cache. Headers and offsets are "the
+    rest"."""
 
     @property
     def total_bytes_per_position(self) -> float:

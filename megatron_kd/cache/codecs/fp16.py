@@ -84,7 +84,7 @@ class Half(Codec):
         return full_ids, full_logprobs, mass
 
     def bounds(self, offsets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Of `ids_high`, which keeps two candidates in a byte and starts each sample on one."""
+        """`ids_high` keeps two candidates in a byte, and each sample starts on a byte."""
         pairs = (np.diff(offsets["E"]) + 1) >> 1
         return {"high_bytes": np.concatenate([[0], np.cumsum(pairs)])}
 

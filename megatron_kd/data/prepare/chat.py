@@ -87,9 +87,8 @@ class ChatTokenizer:
             return self._encode_marked(messages, tools)
         text = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(
-            -1, 2
-        )  # [m, 2] characters
+        offsets = np.asarray(encoded["offset_mapping"], np.int64)
+        offsets = offsets.reshape(-1, 2)  # [m, 2] characters; without tokens the list is flat
         spoken = np.zeros(len(offsets), bool)
         for start, end in self._spans(messages, tools, text):
             inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_kd.data.prepare.chat import ASSISTANT_TURNS, ChatRules
+from megatron_kd.data.prepare.document_store import DocumentStore
 from megatron_kd.data.prepare.documents import DocumentTokenizer, default_bos, tokenizer_hash
-from megatron_kd.data.prepare.packing import OVERLONG, Piece, assemble, best_fit, cut
+from megatron_kd.data.prepare.packing import OVERLONG, DocumentSlice, assemble, best_fit, cut
 from megatron_kd.data.prepare.records import FIELDS, read_records
 from megatron_kd.data.prepare.split import validation_documents
-from megatron_kd.data.prepare.spool import DocumentSpool
 from megatron_kd.data.sequence_format import PACKINGS
 from megatron_kd.data.sequences import SequenceWriter
 from megatron_kd.files import published_directory, sha256_json
@@ -114,12 +114,12 @@ def prepare(
     eos = tokenizer.eos_token if options.eos == "auto" else options.eos
     maker = DocumentTokenizer(tokenizer, bos=bos, eos=eos, chat=options.chat)
     with published_directory(output, overwrite=overwrite) as folder:
-        spool = DocumentSpool(folder)
+        store = DocumentStore(folder)
         try:
-            skipped = _fill(spool, maker, inputs, options, report)
+            skipped = _fill(store, maker, inputs, options, report)
             held_out = validation_documents(
-                spool.digests,
-                [spool.length(document) for document in range(len(spool))],
+                store.digests,
+                [store.length(document) for document in range(len(store))],
                 fraction=options.validation_fraction,
                 seed=options.split_seed,
             )
@@ -134,23 +134,23 @@ def prepare(
                 "overlong": options.overlong or DEFAULT_OVERLONG,
                 "validation_fraction": options.validation_fraction,
                 "split_seed": options.split_seed,
-                "corpus": hashlib.sha256(b"".join(spool.digests)).hexdigest(),
+                "corpus": hashlib.sha256(b"".join(store.digests)).hexdigest(),
                 "skipped_records": skipped,
             }
-            parts = {"train": [d for d in range(len(spool)) if not held_out[d]]}
+            parts = {"train": [d for d in range(len(store)) if not held_out[d]]}
             if held_out.any():
-                parts["validation"] = [d for d in range(len(spool)) if held_out[d]]
+                parts["validation"] = [d for d in range(len(store)) if held_out[d]]
             manifests = {
-                name: _write_split(folder / name, name, documents, spool, options, description)
+                name: _write_split(folder / name, name, documents, store, options, description)
                 for name, documents in parts.items()
             }
         finally:
-            spool.remove()
+            store.remove()
     return manifests
 
 
-def _fill(spool, maker, inputs, options: PrepareOptions, report) -> int:
-    """Tokenises the inputs into the spool; returns how many records were left out."""
+def _fill(store, maker, inputs, options: PrepareOptions, report) -> int:
+    """Tokenises the inputs into the store; returns how many records were left out."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -170,22 +170,22 @@ def _fill(spool, maker, inputs, options: PrepareOptions, report) -> int:
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("tokenise")
         for document in documents:
-            spool.append(document)
+            store.append(document)
             progress.update(
-                task, description=f"tokenise: {len(spool)} documents, {spool.tokens} tokens"
+                task, description=f"tokenise: {len(store)} documents, {store.tokens} tokens"
             )
-            if len(spool) == options.max_documents:
+            if len(store) == options.max_documents:
                 break
-            if options.max_tokens is not None and spool.tokens >= options.max_tokens:
+            if options.max_tokens is not None and store.tokens >= options.max_tokens:
                 break
-    spool.finish()
-    if not len(spool):
+    store.finish()
+    if not len(store):
         raise ValueError(f"no documents in {', '.join(inputs)}; {skipped} records were left out")
     return skipped
 
 
 def _write_split(
-    folder: Path, name, documents, spool, options: PrepareOptions, description
+    folder: Path, name, documents, store, options: PrepareOptions, description
 ) -> dict:
     from rich.console import Console
     from rich.progress import track
@@ -193,7 +193,7 @@ def _write_split(
     console = Console(stderr=True)
     folder.mkdir()
     limit = options.seq_length + 1
-    pieces, counts = _cut_all(documents, spool, limit, options)
+    pieces, counts = _cut_all(documents, store, limit, options)
     if not pieces:
         raise ValueError(
             f"nothing in the {name} split can be trained on: all its documents are shorter than "
@@ -207,7 +207,7 @@ def _write_split(
     quiet = not console.is_terminal
     for group in track(groups, f"write {name}", console=console, transient=True, disable=quiet):
         parts = [
-            spool.part(piece.document, piece.start, piece.end)
+            store.part(piece.document, piece.start, piece.end)
             for piece in (pieces[number] for number in group)
         ]
         writer.append(*assemble(parts, packing=options.packing))
@@ -220,11 +220,13 @@ def _write_split(
     )
 
 
-def _cut_all(documents, spool, limit: int, options: PrepareOptions) -> tuple[list[Piece], dict]:
+def _cut_all(
+    documents, store, limit: int, options: PrepareOptions
+) -> tuple[list[DocumentSlice], dict]:
     pieces, counts = [], Counter(overlong_documents=0, dropped_pieces=0)
     kinds = Counter()
     for document in documents:
-        kind, length = spool.kinds[document], spool.length(document)
+        kind, length = store.kinds[document], store.length(document)
         kinds[kind] += 1
         counts["overlong_documents"] += length > limit
         rule = options.overlong or DEFAULT_OVERLONG[kind]
@@ -232,7 +234,7 @@ def _cut_all(documents, spool, limit: int, options: PrepareOptions) -> tuple[lis
         if not cuts:
             counts["dropped_pieces"] += 1
         for piece in cuts:
-            _, wanted = spool.part(document, piece.start + 1, piece.end)
+            _, wanted = store.part(document, piece.start + 1, piece.end)
             if wanted.any():
                 pieces.append(piece)
             else:

@@ -20,7 +20,7 @@ _PROBE = "Naïve  test:\n\tx = 1234.5e-6  # 東京 — don't\r\n"
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """One tokenised document."""
 
     kind: str
@@ -64,7 +64,9 @@ class DocumentTokenizer:
             raise ValueError(f"--{name} {token} is no token of this tokenizer")
         return [number]
 
-    def documents(self, records: Iterable[Record], *, skip_invalid=None) -> Iterator[Document]:
+    def documents(
+        self, records: Iterable[Record], *, skip_invalid=None
+    ) -> Iterator[TokenizedDocument]:
         """Documents in the order of their records.
 
         Args:
@@ -102,19 +104,19 @@ class DocumentTokenizer:
         finally:
             core.encode_special_tokens = earlier
 
-    def _document(self, record: Record, encoded: Iterator[list[int]]) -> Document:
+    def _document(self, record: Record, encoded: Iterator[list[int]]) -> TokenizedDocument:
         if record.kind == "text":
             if not _is_text(record):
                 raise ValueError(f"text must be a string, got {record.values['text']!r:.80}")
             tokens = np.asarray([*self._before, *next(encoded), *self._after], np.int32)
-            return Document("text", tokens, np.ones(len(tokens), bool))
+            return TokenizedDocument("text", tokens, np.ones(len(tokens), bool))
         if record.kind == "messages":
             values = record.values
             tokens, wanted = self.chat.encode(values["messages"], values.get("tools"))
-            return Document("messages", tokens, wanted)
+            return TokenizedDocument("messages", tokens, wanted)
         return self._given_tokens(record)
 
-    def _given_tokens(self, record: Record) -> Document:
+    def _given_tokens(self, record: Record) -> TokenizedDocument:
         tokens, mask = record.values["tokens"], record.values.get("loss_mask")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ValueError("tokens must be a list of integers")
@@ -127,7 +129,7 @@ class DocumentTokenizer:
             mask = [1] * len(tokens)
         if not isinstance(mask, list) or len(mask) != len(tokens) or not set(mask) <= {0, 1}:
             raise ValueError("loss_mask must hold a 0 or 1 for each of the tokens")
-        return Document("tokens", np.asarray(tokens, np.int32), np.asarray(mask, bool))
+        return TokenizedDocument("tokens", np.asarray(tokens, np.int32), np.asarray(mask, bool))
 
 
 def _is_text(record: Record) -> bool:

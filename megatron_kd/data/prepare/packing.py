@@ -15,7 +15,7 @@ OVERLONG = ("split", "truncate", "drop")
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentSlice:
     """Tokens start to end (half-open) of one document."""
 
     document: int
@@ -26,7 +26,7 @@ class Piece:
         return self.end - self.start
 
 
-def cut(document: int, length: int, limit: int, overlong: str) -> list[Piece]:
+def cut(document: int, length: int, limit: int, overlong: str) -> list[DocumentSlice]:
     """The pieces of a document of `length` tokens.
 
     "split" makes consecutive pieces that share one token, so that every token but the document's
@@ -35,14 +35,15 @@ def cut(document: int, length: int, limit: int, overlong: str) -> list[Piece]:
     if length < 2:  # nothing to predict
         return []
     if length <= limit:
-        return [Piece(document, 0, length)]
+        return [DocumentSlice(document, 0, length)]
     if overlong == "drop":
         return []
     if overlong == "truncate":
-        return [Piece(document, 0, limit)]
+        return [DocumentSlice(document, 0, limit)]
     step = limit - 1
     return [
-        Piece(document, start, min(start + limit, length)) for start in range(0, length - 1, step)
+        DocumentSlice(document, start, min(start + limit, length))
+        for start in range(0, length - 1, step)
     ]
 
 

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_kd.data.prepare.packing import Piece, assemble, best_fit, cut
+from megatron_kd.data.prepare.packing import DocumentSlice, assemble, best_fit, cut
 from megatron_kd.data.prepare.split import validation_documents
 
 
@@ -17,10 +17,10 @@ def test_split_predicts_every_token_once(length):
 
 
 def test_overlong_rules():
-    assert cut(0, 9, 9, "drop") == cut(0, 9, 9, "truncate") == [Piece(0, 0, 9)]
+    assert cut(0, 9, 9, "drop") == cut(0, 9, 9, "truncate") == [DocumentSlice(0, 0, 9)]
     assert cut(0, 10, 9, "drop") == []
-    assert cut(0, 10, 9, "truncate") == [Piece(0, 0, 9)]
-    assert cut(0, 10, 9, "split") == [Piece(0, 0, 9), Piece(0, 8, 10)]
+    assert cut(0, 10, 9, "truncate") == [DocumentSlice(0, 0, 9)]
+    assert cut(0, 10, 9, "split") == [DocumentSlice(0, 0, 9), DocumentSlice(0, 8, 10)]
     assert cut(0, 1, 9, "split") == cut(0, 0, 9, "split") == []
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.data.prepare.documents import Document
+from megatron_kd.data.prepare.documents import TokenizedDocument
 
 
-class DocumentSpool:
+class DocumentStore:
     """Appends documents to two files, then maps them. In memory: some 40 bytes for each document.
 
     Args:
@@ -15,7 +15,7 @@ class DocumentSpool:
     """
 
     def __init__(self, folder: Path):
-        self._paths = (folder / "spool-tokens.bin", folder / "spool-wanted.bin")
+        self._paths = (folder / "store-tokens.bin", folder / "store-wanted.bin")
         self._files = [open(path, "wb") for path in self._paths]
         self._maps: list[np.ndarray] = []
         self._offsets = [0]
@@ -29,7 +29,7 @@ class DocumentSpool:
     def tokens(self) -> int:
         return self._offsets[-1]
 
-    def append(self, document: Document) -> None:
+    def append(self, document: TokenizedDocument) -> None:
         self._files[0].write(document.tokens.astype("<i4").tobytes())
         self._files[1].write(document.wanted.astype(np.uint8).tobytes())
         self._offsets.append(self._offsets[-1] + len(document.tokens))
