@@ -5,13 +5,18 @@ Example:
   megatron-kd doctor recipes/quickstart.yaml bridge.train.train_iters=100
 """
 
-from rich.console import Console
+from collections.abc import Iterator
+
 from rich.table import Table
 from rich.text import Text
 
 from megatron_kd.config import from_recipe
+from megatron_kd.tools.console import table_console
 from megatron_kd.tools.doctor.finding import Finding
 from megatron_kd.typed_mapping import ConfigError
+
+KEEP_HOST_OUT = ("host", "transformers", "Transformer Engine")
+"""Subjects of findings that, at fault, keep the host from being imported."""
 
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
@@ -23,7 +28,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     findings = list(_findings(args))
-    console = Console()
+    console = table_console()
     table = Table(show_lines=False)
     for column in ("", "check", "found", "remedy"):
         table.add_column(column, overflow="fold")
@@ -38,21 +43,23 @@ def run(args) -> int:
     return 1 if counts["fault"] else 0
 
 
-def _findings(args):
+def _findings(args) -> Iterator[Finding]:
+    """The machine's findings, then those of the recipe, which the host itself has to read."""
     from megatron_kd.tools.doctor.machine import check_machine
 
-    host_imports = True
-    for finding in check_machine():
-        host_imports = host_imports and (finding.subject, finding.level) != ("host", "fault")
+    config = recipe_fault = None
+    if args.recipe:
+        try:
+            config = from_recipe(args.recipe, args.overrides)
+        except ConfigError as error:
+            recipe_fault = Finding("fault", "recipe", str(error), "see the message")
+    host_works = True
+    for finding in check_machine(with_host=recipe_fault is None):
+        host_works &= finding.level != "fault" or finding.subject not in KEEP_HOST_OUT
         yield finding
-    if not args.recipe:
-        return
-    try:
-        config = from_recipe(args.recipe, args.overrides)
-    except ConfigError as error:
-        yield Finding("fault", "recipe", str(error), "see the message")
-        return
-    if host_imports:
+    if recipe_fault is not None:
+        yield recipe_fault
+    elif config is not None and host_works:
         from megatron_kd.tools.doctor.recipe import check_recipe
 
         yield from check_recipe(config)

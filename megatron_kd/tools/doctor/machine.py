@@ -14,13 +14,19 @@ PYTHONS = ((3, 11), (3, 12))
 GIB = 1 << 30
 
 
-def check_machine() -> Iterator[Finding]:
-    """Python, packages, GPUs, communication libraries, the host's import, in this order."""
+def check_machine(*, with_host: bool = True) -> Iterator[Finding]:
+    """Python, GPUs, communication libraries, packages, the host's import, in this order.
+
+    Args:
+        with_host: Import the host, which takes most of the time; it is left out all the same where
+            the versions of its packages already say that it cannot work.
+    """
     yield _python()
     yield from _torch()
-    yield _transformers()
-    yield from _transformer_engine()
-    yield from _host()
+    packages = [_transformers(), *_transformer_engine()]
+    yield from packages
+    if with_host and all(package.level != "fault" for package in packages):
+        yield from _host()
 
 
 def _python() -> Finding:
