@@ -11,7 +11,6 @@ Letters: n tokens of a sample, R supervised rows, K candidates, D hidden size.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -152,28 +151,6 @@ class ShardWriter(SampleWriter):
         publish(self.directory.folder / entry.file, payload)
         self.directory.publish_entry(entry)
         return entry
-
-
-def open_directory(path: str | os.PathLike, spec: CacheSpec) -> Path:
-    """See `CacheDirectory.begin`."""
-    return CacheDirectory.begin(path, spec).folder
-
-
-def finished_shards(path: str | os.PathLike) -> dict[int, ShardEntry]:
-    """See `CacheDirectory.finished`."""
-    return CacheDirectory(path).finished()
-
-
-def publish_manifest(
-    path: str | os.PathLike, *, samples: int, origin: Mapping | None = None
-) -> dict:
-    """See `CacheDirectory.publish_manifest`."""
-    return CacheDirectory(path).publish_manifest(samples=samples, origin=origin)
-
-
-def reopen(path: str | os.PathLike, *, without: Sequence[int] = ()) -> None:
-    """See `CacheDirectory.reopen`."""
-    CacheDirectory(path).reopen(without=without)
 
 
 class CacheWriter(SampleWriter):

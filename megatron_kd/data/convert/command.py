@@ -9,8 +9,6 @@ import numpy as np
 from megatron_kd.cache.codecs import CODECS
 from megatron_kd.cache.format import CacheError, CacheSpec
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, CacheWriter
-from megatron_kd.data.convert.distillkit import CONFIG_NAME, Compression, captured_samples
-from megatron_kd.data.convert.megatron import read_meta, saved_samples
 from megatron_kd.data.sequences import SequenceReader
 
 CHECKED_POSITIONS = 2000  # after so many, rows that do not fit the tokens are found out
@@ -65,6 +63,8 @@ def convert_megatron(folder: Path, data: Path, writer: CacheWriter) -> Tally:
     Args:
         data: A split of prepared sequences; sample i is the i-th that Megatron trained on.
     """
+    from megatron_kd.data.convert.megatron import saved_samples  # loads PyTorch and pyarrow
+
     sequences, tally, check = SequenceReader(data), Tally(), LabelCheck()
     vocab_size, topk = writer.spec.vocab_size, writer.spec.topk
     for index, saved in enumerate(saved_samples(folder)):
@@ -91,8 +91,14 @@ def convert_megatron(folder: Path, data: Path, writer: CacheWriter) -> Tally:
     return tally
 
 
-def convert_distillkit(folder: Path, compression: Compression, writer: CacheWriter) -> Tally:
-    """DistillKit's Parquet files; every prediction is supervised."""
+def convert_distillkit(folder: Path, compression, writer: CacheWriter) -> Tally:
+    """DistillKit's Parquet files; every prediction is supervised.
+
+    Args:
+        compression: The `distillkit.Compression` that the capture's configuration states.
+    """
+    from megatron_kd.data.convert.distillkit import captured_samples  # loads pyarrow
+
     tally, check = Tally(), LabelCheck()
     for captured in captured_samples(folder, compression):
         logprobs = np.minimum(captured.topk_logprobs, 0.0)
@@ -158,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
 def _run_megatron(args: argparse.Namespace, source: Path) -> Tally:
     if args.data is None:
         raise CacheError("Megatron's files hold no tokens: give the prepared split with --data")
+    from megatron_kd.data.convert.megatron import read_meta
+
     data = SequenceReader(args.data).manifest
     saver = read_meta(source).get("saver", {})
     if "k" not in saver:
@@ -185,6 +193,8 @@ def _run_distillkit(args: argparse.Namespace, source: Path) -> Tally:
         raise CacheError(
             "DistillKit's files do not say which tokenizer made them: give --tokenizer"
         )
+    from megatron_kd.data.convert.distillkit import CONFIG_NAME, Compression
+
     compression = Compression.read(source / CONFIG_NAME)
     spec = CacheSpec(
         vocab_size=args.vocab_size or compression.d,
