@@ -109,7 +109,7 @@ def export(
     """Load one checkpoint, whatever layout saved it, and write it as a Hugging Face directory.
 
     Args:
-        checkpoint: A directory iter_… of the host's checkpoints.
+        checkpoint: A directory `iter_…` of the host's checkpoints.
         student: Hugging Face directory with the student's configuration and tokenizer.
         output: Written: configuration, weights in safetensors, tokenizer.
         lora: The adapters in the checkpoint; they are merged into the weights.

@@ -1,7 +1,7 @@
 """What logits and loss take on the last stage at their peak, by implementation.
 
 Counted from `megatron_kd.losses` as it runs on CUDA, where the fused kernels need no temporaries of
-a chunk's size and gradients are summed into the host's buffers:
+a chunk's size and gradients are summed into the host's buffers::
 
     dense            the host's logits and their fp32 copy, which becomes the gradient
     sparse_chunked   the host's logits, into which the gradient is written, and a copy of one chunk

@@ -4,12 +4,14 @@ shapes, for the ranks it is meant for.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from published_models import MODELS
 
 from megatron_kd.cache import CacheSpec, CacheWriter
@@ -93,8 +95,6 @@ def workplace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resolved(workplace) -> dict[str, dict]:
-    import yaml
-
     ranks = {str(REPOSITORY / "recipes" / f"{name}.yaml"): row[0] for name, row in RECIPES.items()}
     done = subprocess.run(
         [sys.executable, "-c", DRY_RUNS, json.dumps(ranks)],
@@ -108,6 +108,57 @@ def resolved(workplace) -> dict[str, dict]:
     assert done.returncode == 0 and len(lines) == len(RECIPES), done.stderr[-6000:]
     assert [status for _, status, _ in lines] == [0] * len(lines), done.stderr[-6000:]
     return {Path(recipe).stem: yaml.safe_load(printed) for recipe, _, printed in lines}
+
+
+def test_an_installed_package_runs_its_own_recipes_from_any_folder(workplace, tmp_path):
+    """What `pip install` puts down is enough: no checkout, another working directory."""
+    checkout, wheels, target = tmp_path / "checkout", tmp_path / "wheels", tmp_path / "installed"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in names:
+        if name.startswith(("megatron_kd/", "recipes/", "configs/")) or "/" not in name:
+            if (REPOSITORY / name).is_file():
+                (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(REPOSITORY / name, checkout / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-index"]
+    build = ["wheel", *alone, "--no-build-isolation", "--wheel-dir", wheels, checkout]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = wheels.glob("*.whl")
+    subprocess.run([*pip, "install", *alone, "--target", target, wheel], check=True)
+    shutil.rmtree(checkout)
+
+    environment = os.environ | {
+        "PYTHONPATH": str(target),
+        "MEGATRON_KD_BACKEND": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
+    where = "import megatron_kd; print(megatron_kd.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.startswith(str(target))
+    command = ["distill", "--dry-run", "recipes/llama-8k-offline.yaml", "loss.impl=dense"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_kd", *command],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert printed["loss"]["impl"] == "dense"
+    assert printed["bridge"]["model"]["num_layers"] == MODELS["llama-3.23b"][0]["num_hidden_layers"]
 
 
 def test_every_recipe_is_listed_here():
