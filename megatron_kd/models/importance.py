@@ -4,8 +4,10 @@ As in Minitron (arXiv 2407.14679) nothing is differentiated: activations alone r
 feed-forward channel or a key/value group counts by the size of what it adds to the residual stream
 (activation and outgoing weight together); a hidden channel by its share of the mean square that
 enters the norms, summed over all of them (on SmolLM2 a better choice than the activations behind
-the norms). Letters: L layers, G key/value groups, F feed-forward width, D hidden size, T tokens,
-W width of one group's heads together.
+the norms).
+
+Shapes: l layers, g key/value groups, f feed-forward width, h hidden, m tokens of a document,
+w width of one group's heads together.
 """
 
 import os
@@ -24,15 +26,15 @@ class Importance:
     """What a pass over calibration text measured."""
 
     ffn: np.ndarray
-    """[L, F]"""
+    """[l, f]"""
     kv_groups: np.ndarray
-    """[L, G]"""
+    """[l, g]"""
     hidden: np.ndarray
-    """[D]"""
+    """[h]"""
     norm_input_power: dict[str, np.ndarray]
-    """[D] for each norm's weight: mean square of what enters it."""
+    """[h] for each norm's weight: mean square of what enters it."""
     tokens: int
-    """T measured."""
+    """How many were measured."""
 
 
 def measure(
@@ -109,29 +111,29 @@ class _Probes:
 
     def _ffn_hook(self, number: int):
         def add(module, inputs, output):
-            _add(self.ffn, number, inputs[0].float().square().sum(dim=(0, 1)))  # [F]
+            _add(self.ffn, number, inputs[0].float().square().sum(dim=(0, 1)))  # [f]
 
         return add
 
     def _group_hook(self, number: int, projection):
         def add(module, inputs, output):
-            groups = inputs[0].unflatten(-1, (self.shape.kv_groups, -1))  # [1, m, G, W]
-            outgoing = projection.weight.unflatten(-1, (self.shape.kv_groups, -1))  # [D, G, W]
+            groups = inputs[0].unflatten(-1, (self.shape.kv_groups, -1))  # [1, m, g, w]
+            outgoing = projection.weight.unflatten(-1, (self.shape.kv_groups, -1))  # [h, g, w]
             added = torch.einsum("bmgw,dgw->bmgd", groups, outgoing)
-            _add(self.groups, number, added.float().square().sum(dim=(0, 1, 3)))  # [G]
+            _add(self.groups, number, added.float().square().sum(dim=(0, 1, 3)))  # [g]
 
         return add
 
     def _norm_hook(self, name: str):
         def add(module, inputs, output):
-            _add(self.power, name, inputs[0].float().square().sum(dim=(0, 1)))  # [D]
+            _add(self.power, name, inputs[0].float().square().sum(dim=(0, 1)))  # [h]
 
         return add
 
     def importance(self, tokens: int) -> Importance:
         layers = range(self.shape.layers)
         outgoing = [
-            layer.mlp.down_proj.weight.detach().double().square().sum(dim=0).cpu()  # [F]
+            layer.mlp.down_proj.weight.detach().double().square().sum(dim=0).cpu()  # [f]
             for layer in self.body.layers
         ]
         ffn = torch.stack([self.ffn[number] * outgoing[number] for number in layers])
@@ -166,7 +168,7 @@ def select_important(
     hidden = _largest(importance.hidden, hidden_size)
     gains = {}
     if hidden_size < teacher.hidden_size:
-        for name, power in importance.norm_input_power.items():  # [D]
+        for name, power in importance.norm_input_power.items():  # [h]
             gains[name] = float(np.sqrt(power[list(hidden)].mean() / power.mean()))
     return Selection(
         layers=layers,

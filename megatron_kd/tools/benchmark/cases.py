@@ -55,7 +55,7 @@ class BenchmarkConfig:
     """The teacher's kept tokens per position."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of hidden states and weights."""
+    """The dtype of hidden states and weights."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu ranks talk over gloo, cuda ranks (one device each) over NCCL."""

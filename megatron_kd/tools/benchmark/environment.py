@@ -1,4 +1,4 @@
-"""What a measurement is worth nothing without: commit, device, versions."""
+"""Where and with what a row was measured: commit, device, versions, elementwise kernels."""
 
 import importlib.metadata
 import os

@@ -1,6 +1,6 @@
 """Inputs that every implementation shares: seeded, and under TP shards of one weight.
 
-Letters: S sequence, D hidden, V vocabulary, Vp = V / tp, K support. The micro-batch is 1.
+Shapes: s sequence, h hidden, v vocabulary, vp = v / tp, k support. The micro-batch is 1.
 """
 
 from functools import cached_property
@@ -41,40 +41,40 @@ class Inputs:
         self.start, self.stop = rank * rows, (rank + 1) * rows
 
     @cached_property
-    def hidden(self):  # [S, 1, D]
+    def hidden(self):  # [s, 1, h]
         return self._normal(HIDDEN, 0, self.seq_tokens).unsqueeze(1).requires_grad_()
 
     @cached_property
-    def weight(self):  # [Vp, D]; logits of variance one
+    def weight(self):  # [vp, h]; logits of variance one
         return self._scaled_weight(WEIGHT).requires_grad_()
 
     @cached_property
-    def teacher_hidden(self):  # [S, 1, D]
+    def teacher_hidden(self):  # [s, 1, h]
         return self._normal(TEACHER_HIDDEN, 0, self.seq_tokens).unsqueeze(1)
 
     @cached_property
-    def teacher_weight(self):  # [Vp, D]
+    def teacher_weight(self):  # [vp, h]
         return self._scaled_weight(TEACHER_WEIGHT)
 
     @cached_property
     def target(self) -> TopKTarget:
-        """One id from each of K equal parts of the vocabulary, so they are distinct."""
+        """One id from each of k equal parts of the vocabulary, so they are distinct."""
         part = self.vocab // self.topk
         shape = (self.seq_tokens, self.topk)
         ids = torch.randint(part, shape, generator=self._generator(IDS, 0), device=self.device)
         ids += torch.arange(self.topk, device=self.device) * part
         scores = torch.randn(shape, generator=self._generator(LOGPROBS, 0), device=self.device)
         logprobs = torch.log_softmax(2 * scores, -1) - LOST_NATS
-        return TopKTarget(ids.unsqueeze(1), logprobs.unsqueeze(1))  # [S, 1, K] twice
+        return TopKTarget(ids.unsqueeze(1), logprobs.unsqueeze(1))  # [s, 1, k] twice
 
     @cached_property
-    def labels(self):  # [S, 1]
+    def labels(self):  # [s, 1]
         shape = (self.seq_tokens, 1)
         generator = self._generator(LABELS, 0)
         return torch.randint(self.vocab, shape, generator=generator, device=self.device)
 
     @cached_property
-    def token_weights(self):  # [S, 1]
+    def token_weights(self):  # [s, 1]
         return torch.ones(self.seq_tokens, 1, device=self.device)
 
     def clear_gradients(self) -> None:
@@ -84,7 +84,7 @@ class Inputs:
         return torch.Generator(self.device).manual_seed(name * MOST_BLOCKS + block)
 
     def _normal(self, name: int, start: int, stop: int):
-        """Rows start to stop of an endless matrix [., D] of standard normal numbers."""
+        """Rows start to stop of an endless matrix [., h] of standard normal numbers."""
         out = torch.empty(stop - start, self.hidden_size, dtype=self.dtype, device=self.device)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first = block * BLOCK_ROWS

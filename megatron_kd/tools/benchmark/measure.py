@@ -1,6 +1,6 @@
 """Time and peak memory of one case on this rank; what is wrong is not timed.
 
-Letters: S sequence, D hidden, V vocabulary, Vp this rank's vocabulary.
+Shapes: s sequence, h hidden, v vocabulary, vp = v / tp.
 """
 
 import contextlib
@@ -99,10 +99,12 @@ def step_peak_bytes(implementation: Implementation, inputs: Inputs) -> int:
 
 
 def transient_bytes(peak: int, inputs: Inputs) -> int:
-    """Of a peak, what is neither gradient nor loss nor the fp32 sum behind a narrower dW."""
-    size, d = inputs.dtype.itemsize, inputs.hidden_size
-    weights = (inputs.stop - inputs.start) * d
-    gradients = (inputs.seq_tokens * d + weights) * size
+    """The part of a step's peak that is neither dH nor dW nor the loss [s, 1] in fp32, nor the fp32
+    sum that dW is rounded from where the dtype is narrower.
+    """
+    size, width = inputs.dtype.itemsize, inputs.hidden_size
+    weights = (inputs.stop - inputs.start) * width
+    gradients = (inputs.seq_tokens * width + weights) * size
     return peak - gradients - 4 * inputs.seq_tokens - (4 * weights if size < 4 else 0)
 
 

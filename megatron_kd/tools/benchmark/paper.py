@@ -5,7 +5,7 @@
 The paper's text forms log Z and z_S in one projection and recomputes the logits in the backward
 pass: four products. Its Algorithm 1 projects twice in the forward pass: five. Both sum dW in fp32.
 
-Letters: S sequence, D hidden, Vp this rank's vocabulary, K support, n rows of a chunk.
+Shapes: s sequence, h hidden, vp = v / tp, k support, n rows of a chunk.
 
 Source: arXiv 2608.03796, Eq. (2) and (3) and Algorithm 1.
 """
@@ -36,14 +36,14 @@ def _loss(inputs: Inputs, projections: int):
 class _PaperLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, support, chunk, projections, group):
-        h, (index, here, logprobs) = hidden.squeeze(1), support  # [S, D], [S, K] each
+        h, (index, here, logprobs) = hidden.squeeze(1), support  # [s, h], [s, k] each
         log_z, loss = (h.new_empty(len(h), dtype=torch.float32) for _ in range(2))
 
         def loss_of(z, part):
             return _loss_of(z, index[part], here[part], logprobs[part], log_z[part], group)
 
         for part in _chunks(len(h), chunk):
-            z = (h[part] @ weight.T).float()  # [n, Vp]
+            z = (h[part] @ weight.T).float()  # [n, vp]
             log_z[part] = _log_sum_exp(z, group)
             if projections == 1:
                 loss[part] = loss_of(z, part)
@@ -61,7 +61,7 @@ class _PaperLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(h)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(len(h), ctx.chunk):
-            p = logprobs[part].exp()  # [n, K]
+            p = logprobs[part].exp()  # [n, k]
             z = (h[part] @ weight.T).float()
             dz = (z - log_z[part].unsqueeze(-1)).exp() * (p.sum(-1) * upstream[part]).unsqueeze(-1)
             on_support = torch.where(here[part], p * upstream[part].unsqueeze(-1), 0.0)
@@ -81,7 +81,7 @@ def _chunks(rows: int, size: int):
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
-def _log_sum_exp(z, group):  # [n, Vp] -> [n], over all ranks
+def _log_sum_exp(z, group):  # [n, vp] -> [n], over all ranks
     top = z.amax(-1)
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)

@@ -1,6 +1,6 @@
 """Losses of other packages, called as their users would; each says why it is missing.
 
-Letters: S sequence, D hidden, V vocabulary, K support.
+Shapes: s sequence, v vocabulary.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from megatron_kd.tools.benchmark.inputs import Inputs
 
 
 def dense_target(inputs: Inputs):
-    """The target as the whole [S, V] these functions want: forming it is part of their cost."""
+    """The target as the whole [s, v] these functions want: forming it is part of their cost."""
     target = inputs.target
     p = torch.zeros(inputs.seq_tokens, inputs.vocab, device=inputs.device)
     return p.scatter_(-1, target.ids.squeeze(1), target.logprobs.squeeze(1).float().exp())
@@ -42,7 +42,7 @@ def torch_dense_targets(inputs: Inputs):
 
 
 def torch_hard_labels(inputs: Inputs):
-    """Chunked by torch's own choice of size."""
+    """Cross-entropy to the labels, in chunks whose size torch chooses."""
     return functional.linear_cross_entropy(
         inputs.hidden.squeeze(1),
         inputs.weight,
@@ -70,7 +70,10 @@ def liger_missing(device: torch.device) -> str | None:
 
 
 def liger_fused_jsd(inputs: Inputs):
-    """beta 0 is forward KL. Liger picks its own chunk size and sums dW in the weight's dtype."""
+    """Liger's fused JSD with beta 0, which is forward KL.
+
+    Liger picks its own chunk size and sums dW in the weight's dtype.
+    """
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
     return LigerFusedLinearJSD(jsd_beta=0.0)(

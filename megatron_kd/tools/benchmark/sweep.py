@@ -51,15 +51,15 @@ def run(args) -> int:
     check_machine(config)
     limit_bytes = memory_limit_bytes(config)
     cases = config.cases(threads, limit_bytes // config.tp if limit_bytes else None)
-    where = {"date_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    where |= environment.describe(torch.device(config.device), threads)
+    measured_at = {"date_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    measured_at |= environment.describe(torch.device(config.device), threads)
     console = Console()
     with TableWriter(Path(args.output)) as table:
         if args.ratios:
-            for row in _side_by_side_rows(config, cases, threads, where):
+            for row in _side_by_side_rows(config, cases, threads, measured_at):
                 table.add(row)
         else:
-            _sweep(config, cases, where, table, console)
+            _sweep(config, cases, measured_at, table, console)
     console.print(summary(table.rows))
     console.print(f"table: {args.output}", highlight=False, soft_wrap=True)
     return 1 if any(row["status"] in ("failed", "wrong_result") for row in table.rows) else 0
@@ -142,13 +142,13 @@ def _outcome(rank: int, process, folder: Path, late: bool) -> dict:
     return {"status": "failed", "note": f"rank {rank} ended with {process.returncode}: {last}"}
 
 
-def _sweep(config: BenchmarkConfig, cases: list[Case], where: dict, table, console) -> None:
+def _sweep(config: BenchmarkConfig, cases: list[Case], measured_at: dict, table, console) -> None:
     bare: dict[tuple, list[float]] = {}
     for case in cases:
         outcome = _unsharded(case) or run_case(case, config.timeout_s)
         if is_bare(case) and outcome["status"] == "ok":
             bare[bare_key(case)] = outcome["times_ms"]
-        row = row_of(case, "sweep", outcome, bare_times(case, bare), where)
+        row = row_of(case, "sweep", outcome, bare_times(case, bare), measured_at)
         table.add(row)
         chunk = "" if case.chunk_tokens is None else f", chunk {case.chunk_tokens}"
         told = f"{row['time_median_ms']} ms" if row["status"] == "ok" else row["status"]
@@ -163,7 +163,7 @@ def _unsharded(case: Case) -> dict | None:
     return {"status": "not_available", "note": "it has no vocabulary parallelism"}
 
 
-def _side_by_side_rows(config: BenchmarkConfig, cases: list[Case], threads: int, where: dict):
+def _side_by_side_rows(config: BenchmarkConfig, cases: list[Case], threads: int, measured_at: dict):
     if config.tp > 1:
         raise ValueError("--ratios measures in one process: leave tp at 1, or sweep without it")
     disabled = [name for name in COMPILER_SWITCHES if os.environ.get(name, "0") not in ("", "0")]
@@ -181,7 +181,7 @@ def _side_by_side_rows(config: BenchmarkConfig, cases: list[Case], threads: int,
             ]
             outcomes = measure_side_by_side(group, chunk)
             bare = next(outcome for case, outcome in outcomes if is_bare(case))
-            times = bare.get("times_ms"), where, bare.get("cpu_times_ms")
+            times = bare.get("times_ms"), measured_at, bare.get("cpu_times_ms")
             for case, outcome in outcomes:
                 yield row_of(case, "side_by_side", outcome, *times)
 

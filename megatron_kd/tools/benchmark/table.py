@@ -59,7 +59,7 @@ def row_of(
     mode: str,
     outcome: dict,
     bare_ms: list[float] | None,
-    where: dict,
+    measured_at: dict,
     bare_cpu_ms: list[float] | None = None,
 ) -> dict:
     """A row from the outcome of `measure` (or only its status and note).
@@ -69,7 +69,7 @@ def row_of(
     """
     implementation = IMPLEMENTATIONS[case.implementation]
     row = dict.fromkeys(COLUMNS, "")
-    row |= where | {key: outcome[key] for key in ("status", "note")}
+    row |= measured_at | {key: outcome[key] for key in ("status", "note")}
     shared = ("implementation", "seq_tokens", "hidden", "vocab", "topk", "dtype", "tp")
     row |= {name: getattr(case, name) for name in shared}
     row |= {

@@ -10,7 +10,8 @@ from megatron_kd.tools.doctor.finding import Finding
 
 GIB = 1 << 30
 CHECKPOINT_BYTES = {True: 14, False: 12}
-"""Of one parameter: the weight in 16 or 32 bits, and 12 (main weight and two states) or 8."""
+"""Bytes of one parameter in a checkpoint, by whether weights have 16 bits: then 2 and an fp32 main
+weight with two states, else 4 and two states."""
 
 
 def check_recipe(config: DistillConfig) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ and one fp32 log-sum-exp per head, never the scores; norms are fused into the pr
 which keeps the norm's input and output; the activation function keeps its input; rotary embeddings
 keep nothing; there is no dropout.
 
-Letters: e bytes of a value, h hidden size, f FFN size, k experts per token.
+All sizes are bytes per position on one rank.
 """
 
 from dataclasses import dataclass
@@ -67,27 +67,27 @@ def _sequence_split(settings: RunSettings) -> int:
 
 
 def _parts(shape: ModelShape, layer: LayerShape, settings: RunSettings) -> dict[str, float]:
-    e, tensor = settings.value_bytes, settings.tensor_parallel
-    hidden = e * shape.hidden_size / _sequence_split(settings)
+    value, tensor = settings.value_bytes, settings.tensor_parallel
+    hidden = value * shape.hidden_size / _sequence_split(settings)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parts = {
         "layer input": hidden,
         "first norm": hidden,
-        "query, key, value": e * (query + 2 * key) / tensor,
-        "attention": e * query / tensor,
+        "query, key, value": value * (query + 2 * key) / tensor,
+        "attention": value * query / tensor,
         "log-sum-exp": 4 * shape.heads / tensor,
         "mlp residual": hidden,
         "second norm": hidden,
     }
     up = 2 if shape.gated else 1
     if not layer.experts:
-        ffn = e * shape.ffn_size / tensor
+        ffn = value * shape.ffn_size / tensor
         return parts | {"mlp input": up * ffn, "mlp output": ffn}
-    # Every token's k copies, spread evenly over the expert-parallel ranks.
-    width = e * shape.experts_per_token * shape.expert_ffn_size
+    # A token's copies, one for each of its experts, spread evenly over the expert-parallel ranks.
+    width = value * shape.experts_per_token * shape.expert_ffn_size
     width /= settings.expert_tensor_parallel * _sequence_split(settings)
     copies = shape.experts_per_token * hidden
-    shared = e * shape.shared_ffn_size / tensor
+    shared = value * shape.shared_ffn_size / tensor
     return parts | {
         "router": 4 * shape.experts / _sequence_split(settings),
         "dispatched": copies,

@@ -7,7 +7,9 @@ from megatron_kd.tools.planning.model_shape import ModelShape
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig, layers: range) -> int:
-    """Of the whole of some layers: rank × (inputs + outputs) of each product that has an adapter.
+    """Parameters of the adapters in some layers, before tensor parallelism divides them.
+
+    Each product that has an adapter adds rank × (inputs + outputs).
 
     Args:
         layers: Their numbers in the model. Dense ones; experts are not counted.

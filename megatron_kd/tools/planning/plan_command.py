@@ -96,7 +96,7 @@ class DataSize:
 
 
 def data_size(plan: RunPlan, config: DistillConfig) -> DataSize:
-    """Of the prepared data or cache where it is there; else the most that training would read."""
+    """The size of the prepared data or cache where it exists, else the most training would read."""
     length = plan.settings.sequence_length
     found = [m for split in SPLITS if (m := split_manifest(config, split)) is not None]
     if found:

@@ -92,7 +92,7 @@ class RunSettings:
 
     @property
     def positions(self) -> int:
-        """Of one micro-batch on one rank."""
+        """Positions of one micro-batch that one rank computes."""
         return -(-self.sequence_length // self.context_parallel) * self.micro_batch
 
 

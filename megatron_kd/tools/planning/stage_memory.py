@@ -128,7 +128,7 @@ def rank_parameters(shape: ModelShape, settings: RunSettings, stage: int) -> tup
 
 
 def trained_parameters(shape: ModelShape, settings: RunSettings, stage: int) -> tuple[float, float]:
-    """As `rank_parameters`, of those that have gradients."""
+    """Parameters that have gradients on a rank of this stage: (outside the experts, of experts)."""
     if settings.lora is None:
         return rank_parameters(shape, settings, stage)
     each = len(shape.layers) // settings.pipeline_parallel

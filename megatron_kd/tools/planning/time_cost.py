@@ -44,7 +44,7 @@ class StepTime:
     messages_s: float
     pipeline_share: float
     model_flops: float
-    """Of the student, forward and backward, nothing recomputed."""
+    """Floating point operations of the student's forward and backward pass, nothing recomputed."""
 
     @property
     def total_s(self) -> float:

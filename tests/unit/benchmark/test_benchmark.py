@@ -21,7 +21,7 @@ from megatron_kd.tools.benchmark.worker import outcome_of
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "benchmark"
 CPU = torch.device("cpu")
-WHERE = {"commit": "abc", "device": "a CPU", "versions": "torch", "date_utc": "2026-01-01"}
+MEASURED_AT = {"commit": "abc", "device": "a CPU", "versions": "torch", "date_utc": "2026-01-01"}
 # Megatron's import takes longer than the rest of this file.
 LIGHT = [name for name in IMPLEMENTATIONS if name != "modelopt_logits_kl"]
 
@@ -220,10 +220,10 @@ def test_ratios_are_of_the_same_round_or_of_medians():
     outcome = dict(status="ok", note="", peak_memory_bytes=5000, transient_memory_bytes=4096)
     outcome["times_ms"] = [2.0, 30.0, 4.0]
     bare_ms = [1.0, 10.0, 4.0]
-    row = row_of(case, "side_by_side", outcome, bare_ms, WHERE)
+    row = row_of(case, "side_by_side", outcome, bare_ms, MEASURED_AT)
     assert row["ratio_to_bare_products"] == 2.0  # median of 2, 3, 1
     assert row["ratio_to_bare_products_best"] == 2.0
-    assert row_of(case, "sweep", outcome, bare_ms, WHERE)["ratio_to_bare_products"] == 1.0
+    assert row_of(case, "sweep", outcome, bare_ms, MEASURED_AT)["ratio_to_bare_products"] == 1.0
     assert row["time_median_ms"] == 4.0 and row["iterations_per_s"] == 250.0
     assert row["chunk_logits_fp32_bytes"] == 16 * 64 * 4
     assert row["transient_per_chunk_logits"] == 1.0
@@ -248,7 +248,7 @@ def tables_rows():
                 "sweep",
                 lost if failed else outcome | {"times_ms": [length / 1024]},
                 [length / 2048],
-                WHERE,
+                MEASURED_AT,
             )
 
 
