@@ -158,6 +158,7 @@ def test_another_architecture_computes_the_same(tmp_path):
     )
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert got.config.head_dim == 8 and not got.config.tie_word_embeddings
+    assert got.config.rms_norm_eps == 1e-6  # the file holds its nearest float32
     tokens = torch.tensor([[2, 3, 4, 5, 6]])
     with torch.no_grad():
         assert torch.equal(got(tokens).logits, model(tokens).logits)
