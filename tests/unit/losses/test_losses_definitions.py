@@ -49,6 +49,18 @@ def test_bucket_and_renormalize_by_hand():
     assert reverse == pytest.approx(0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4), rel=1e-5)
 
 
+def test_reverse_kl_takes_a_whole_teacher_to_have_one_rounding_left():
+    """A mass of 1 leaves nothing off the support, where the student has 10 %: 2⁻²³, not 0."""
+    logits, target = (
+        torch.tensor([[[0.9, 0.1]]]).log(),
+        TopKTarget(torch.tensor([[[0]]]), torch.tensor([[[0.0]]])),
+    )
+    divergence = Divergence(objective="reverse_kl", tail="bucket")
+    loss = dense_kd_loss(logits, target, divergence=divergence).item()
+    want = 0.9 * math.log(0.9) + 0.1 * (math.log(0.1) + 23 * math.log(2))
+    assert loss == pytest.approx(want, rel=1e-5)
+
+
 def test_loss_sees_student_mass_off_the_support():
     """Renormalising both sides would be blind to it: loss 0 with 99.98 % of the mass elsewhere."""
     logits = torch.tensor([[[0.0, 0.0, 9.2]]])
@@ -205,7 +217,9 @@ def test_gradcheck_online(objective, head):
     make = torch.Generator().manual_seed(9)
     teacher = torch.randn(3, 1, 5, generator=make, dtype=torch.float64)
     teacher_weight = torch.randn(9, 5, generator=make, dtype=torch.float64)
-    divergence = Divergence(objective=objective, temperature=1.5, beta=0.3, ce_weight=0.2)
+    divergence = Divergence(
+        objective=objective, temperature=1.5, beta=0.3, ce_weight=0.2, temperature_squared=True
+    )
     options = dict(divergence=divergence, labels=case.labels)
 
     def loss(hidden, weight, bias):
