@@ -79,7 +79,7 @@ PLAIN, BLOCK_PLAIN = "student-plain-fused-1", "student-block-fused-1"
 FEATURES = {
     "adam": _feature(1, ADAM, core=True),
     "deep": _feature(1, DEEP),
-    "heads": _feature(1, HEADS, HEADS_SAVE),
+    "heads": _feature(1, HEADS, HEADS_SAVE, core=True),
     "router losses": _feature(1, ROUTER),
     "no router loss": _feature(1, NO_ROUTER_LOSS),
     "distributed optimizer": _feature(2, DISTRIBUTED, equals="adam", core=True),
@@ -100,7 +100,7 @@ FEATURES = {
         4, DEEP, BLOCK, "bridge.model.pipeline_model_parallel_size=4", equals="deep, block"
     ),
     "heads, dense": _feature(1, HEADS, DENSE, equals="heads"),
-    "heads, fusion": _feature(1, HEADS, FUSION, equals="heads"),
+    "heads, fusion": _feature(1, HEADS, FUSION, equals="heads", core=True),
     "heads, fusion, dense": _feature(1, HEADS, FUSION, DENSE, equals="heads"),
     "heads, online": _feature(1, HEADS, RESIDENT, "loss.impl=fused_online"),
     "heads, online, dense": _feature(1, HEADS, RESIDENT, DENSE, equals="heads, online"),

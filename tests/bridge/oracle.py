@@ -60,7 +60,7 @@ def train(
         kd, ce, masses = [], [], []
         for index in batch:
             sample = reader[index]
-            tokens = torch.as_tensor(sample.tokens, dtype=torch.int64)
+            tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             rows = torch.as_tensor(sample.loss_mask).nonzero().squeeze(-1)  # [n]
             z = student(tokens[None]).logits[0, rows]  # [n, v]
             if teacher is None:
