@@ -9,16 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.models.channels import (
-    TeacherShape,
-    checked_layers,
-    checked_size,
-    evenly_spaced_layers,
-    kept_groups,
-    select_leading,
-)
 from megatron_kd.models.fingerprint import model_directory
-from megatron_kd.models.prune import write_student
 
 _CALIBRATION_SEED = 1234
 
@@ -45,7 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    # PyTorch and transformers are slow to import: not for --help.
     from transformers import AutoConfig
+
+    from megatron_kd.models.channels import (
+        TeacherShape,
+        checked_layers,
+        checked_size,
+        evenly_spaced_layers,
+        kept_groups,
+    )
+    from megatron_kd.models.prune import write_student
 
     teacher = model_directory(args.teacher)
     shape = TeacherShape.of(AutoConfig.from_pretrained(teacher))
@@ -86,6 +87,8 @@ def _select(teacher, shape, layers, widths, args):
                 "--ffn-size and --hidden-size need --calibration DATA (a folder that "
                 "megatron-kd prepare made): which channels matter has to be measured"
             )
+        from megatron_kd.models.channels import select_leading
+
         return select_leading(shape, layers, **widths), "leading"
     if args.calibration_tokens < 1:
         raise ValueError(f"--calibration-tokens must be at least 1, got {args.calibration_tokens}")

@@ -7,7 +7,6 @@ different sums, the held-out KL is one.
 
 from dataclasses import dataclass, fields
 
-import torch
 from rich.table import Table
 
 from megatron_kd.tools.console import table_console
@@ -47,7 +46,6 @@ def run(args) -> int:
     return 0
 
 
-@torch.no_grad()
 def held_out_scores(
     teacher: str, students: list[str], sequences, *, limit: int | None = None
 ) -> dict[str, Scores]:
@@ -62,6 +60,7 @@ def held_out_scores(
     Raises:
         ValueError: A student has another vocabulary than the teacher, or nothing is supervised.
     """
+    import torch  # slow to import, as transformers is: not for --help
     from transformers import AutoModelForCausalLM
 
     def load(directory):
@@ -70,23 +69,24 @@ def held_out_scores(
     models = {name: load(name) for name in students}
     reference = load(teacher)
     totals, tokens = {name: Scores() for name in students}, 0
-    for inputs, kept in _texts(sequences, limit):
-        following = inputs[0, 1:][kept]
-        log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept], -1)
-        tokens += len(following)
-        for name, model in models.items():
-            logits = model(inputs).logits[0, :-1][kept]
-            if logits.shape != log_p.shape:
-                raise ValueError(
-                    f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
-                    f"{log_p.shape[-1]}; compare models with one vocabulary"
-                )
-            log_q = torch.log_softmax(logits, -1)
-            first = log_q.argmax(-1)
-            total = totals[name]
-            total.kl += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
-            total.accuracy += (first == following).sum().item()
-            total.agreement += (first == log_p.argmax(-1)).sum().item()
+    with torch.no_grad():
+        for inputs, kept in _texts(sequences, limit):
+            following = inputs[0, 1:][kept]
+            log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept], -1)
+            tokens += len(following)
+            for name, model in models.items():
+                logits = model(inputs).logits[0, :-1][kept]
+                if logits.shape != log_p.shape:
+                    raise ValueError(
+                        f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
+                        f"{log_p.shape[-1]}; compare models with one vocabulary"
+                    )
+                log_q = torch.log_softmax(logits, -1)
+                first = log_q.argmax(-1)
+                total = totals[name]
+                total.kl += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
+                total.accuracy += (first == following).sum().item()
+                total.agreement += (first == log_p.argmax(-1)).sum().item()
     if not tokens:
         raise ValueError("no position of the sequences is supervised; give a split with some")
     means = {field.name for field in fields(Scores)}
@@ -98,6 +98,8 @@ def held_out_scores(
 
 def _texts(sequences, limit: int | None):
     """What is read as one text: (tokens [1, n], supervised [n − 1])."""
+    import torch
+
     apart = sequences.manifest["packing"] == "block"
     count = len(sequences) if limit is None else min(limit, len(sequences))
     for index in [round(i * len(sequences) / count) for i in range(count)]:
