@@ -204,6 +204,28 @@ class HiddenStatesConfig:
 
 
 @config_section
+class LaunchConfig:
+    """The ranks a recipe is meant for. Launcher, plan and dry run read it; the ranks that were
+    really started count.
+    """
+
+    nodes: Count = 1
+    """Machines."""
+
+    ranks_per_node: Count | None = None
+    """Processes, and GPUs, of each; null leaves both to whoever starts the run."""
+
+    def __post_init__(self):
+        if self.nodes > 1 and self.ranks_per_node is None:
+            raise ConfigError("launch.nodes needs launch.ranks_per_node")
+
+    @property
+    def ranks(self) -> int | None:
+        """Of the whole run; None where the recipe does not say."""
+        return None if self.ranks_per_node is None else self.nodes * self.ranks_per_node
+
+
+@config_section
 class ExportConfig:
     hf_path: str | None = None
     """Where the trained student is written as a Hugging Face directory at the end; null writes
@@ -249,6 +271,7 @@ class DistillConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     selection: SelectionConfig = field(default_factory=SelectionConfig)
 

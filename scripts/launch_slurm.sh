@@ -4,7 +4,7 @@
 #   scripts/launch_slurm.sh [options] --capture N -- ARGUMENTS         capture: N array tasks share the shards
 # Options:
 #   --cluster NAME     configs/cluster/NAME.env, or a path: environment and ranks per node (default: infiniband)
-#   --nodes N          nodes of a training run (default 1)
+#   --nodes N          nodes of a training run (default: the recipe's launch.nodes)
 #   --time LIMIT       of each attempt, as for sbatch; the run goes on in the next one (default 04:00:00)
 #   --save-ahead S     seconds before the limit at which to save and requeue (default 300)
 #   --requeues N       how often to start again after a node was lost or a process killed (default 3)
@@ -20,7 +20,7 @@ repository=$PWD
 
 fail() { echo "launch_slurm.sh: $1" >&2; exit 2; }
 
-cluster=infiniband nodes=1 limit=04:00:00 save_ahead_s=300 requeues=3
+cluster=infiniband nodes='' limit=04:00:00 save_ahead_s=300 requeues=3
 container='' mounts='' job_name='' logs='' tasks='' dry_run=false
 extra=() rest=()
 while (($#)); do
@@ -45,10 +45,10 @@ while (($#)); do
         *) rest+=("$1"); shift ;;
     esac
 done
-for number in "nodes $nodes" "save-ahead $save_ahead_s" "requeues $requeues" "capture ${tasks:-1}"; do
+for number in "nodes ${nodes:-1}" "save-ahead $save_ahead_s" "requeues $requeues" "capture ${tasks:-1}"; do
     [[ ${number#* } =~ ^[0-9]+$ ]] || fail "--${number% *} must be a whole number, not ${number#* }"
 done
-((nodes > 0)) || fail "--nodes must be 1 or more"
+((${nodes:-1} > 0)) || fail "--nodes must be 1 or more"
 [[ -z $mounts || -n $container ]] || fail "--mounts needs --container"
 
 environment=$cluster
@@ -73,7 +73,7 @@ if [[ -n $tasks ]]; then
         [[ ${rest[i]} != --output ]] || output=${rest[i + 1]}
     done
     [[ -n $output ]] || fail "megatron-kd capture needs --output"
-    ((nodes == 1)) || fail "each capture task runs on one node; give more tasks instead of --nodes"
+    ((${nodes:=1} == 1)) || fail "each capture task runs on one node; give more tasks instead of --nodes"
     name=${job_name:-capture}
     logs=${logs:-$output.slurm}
     work="megatron-kd capture ${rest[*]@Q} --worker \$SLURM_ARRAY_TASK_ID/$tasks"
@@ -85,14 +85,17 @@ else
     recipe=${rest[0]}
     overrides=("${rest[@]:1}")
     # The recipe is read here: what is wrong with it shows now, not when the job starts.
-    output=$(PYTHONPATH=$repository python3 -c '
+    said=$(PYTHONPATH=$repository python3 -c '
 import sys
 from megatron_kd.config import ConfigError, from_recipe
 try:
-    print(from_recipe(sys.argv[1], sys.argv[2:]).output_dir)
+    config = from_recipe(sys.argv[1], sys.argv[2:])
+    print(config.launch.nodes, config.launch.ranks_per_node or "", config.output_dir, sep="\n")
 except ConfigError as error:
     sys.exit(f"launch_slurm.sh: {error}")
 ' "$recipe" "${overrides[@]}") || exit 2
+    mapfile -t said <<<"$said"
+    nodes=${nodes:-${said[0]}} ranks_per_node=${said[1]:-$ranks_per_node} output=${said[2]}
     name=${job_name:-$(basename "$recipe" .yaml)}
     logs=${logs:-$output/slurm}
     work="python3 -m torch.distributed.run --nnodes=$nodes --nproc-per-node=$ranks_per_node \\

@@ -9,6 +9,7 @@ stored sample.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,24 +31,41 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int): ...
 
 
+@dataclass(kw_only=True)
+class SampleOptions:
+    """How a stored sample becomes tensors."""
+
+    sequence_length: int = 0
+    """S. A stored sample longer than S + 1 tokens is refused when it is read."""
+
+    topk: int | None = None
+    """K, if fewer than the cache's are used: the most likely ones."""
+
+    temperature: float = 1.0
+    """The loss's τ; where the cache holds the teacher's normaliser at it, items carry it."""
+
+    hidden_states: bool = False
+    """Items carry the teacher's last hidden state, which the cache must hold."""
+
+    documents_apart: bool = False
+    """Lay the documents of a sample out for attention that keeps them apart (`DocumentLayout`);
+    otherwise a sample is one text."""
+
+    document_multiple: int = 1
+    """What each of them is padded to a multiple of."""
+
+
 class DistillDataset(torch.utils.data.Dataset):
     """`length` training samples drawn from `source`, epoch after epoch.
 
     Args:
         source: Stored samples, by index.
-        sequence_length: S. Stored samples longer than S + 1 tokens are refused when read.
+        options: How they become tensors.
         length: How many items the dataset has; past the source's end the next epoch starts.
         shuffle: Draw each epoch in an order of its own, a function of `seed` and the epoch alone.
+        seed: Of the order.
         period: Items after which the same samples come again, for evaluation: every evaluation sees
             one set.
-
-        topk: K, if fewer than the cache's are used: the most likely ones.
-        temperature: The loss's τ; where the cache holds the teacher's normaliser at it, items carry
-            it.
-        hidden_states: Items carry the teacher's last hidden state, which the cache must hold.
-        documents_apart: Lay the documents of a sample out for attention that keeps them apart
-            (`DocumentLayout`); otherwise a sample is one text.
-        document_multiple: What each of them is padded to a multiple of.
 
     Items are mappings of tensors: tokens, labels, position_ids [S] int64, loss_mask [S] fp32,
     sample_index [1] int64; from a cache, topk_ids [S, K] int32 (−1 where nothing is stored),
@@ -58,31 +76,21 @@ class DistillDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         source: SampleSource,
-        sequence_length: int,
+        options: SampleOptions,
         length: int,
         *,
         shuffle: bool = False,
         seed: int = 0,
         period: int | None = None,
-        topk: int | None = None,
-        temperature: float = 1.0,
-        hidden_states: bool = False,
-        documents_apart: bool = False,
-        document_multiple: int = 1,
     ):
         if len(source) == 0:
             raise ValueError("the source holds no samples; prepare or capture some first")
         self.source = source
-        self.sequence_length = sequence_length
+        self.options = options
         self.length = length
         self.shuffle = shuffle
         self.seed = seed
         self.period = period
-        self.topk = topk
-        self.temperature = temperature
-        self.hidden_states = hidden_states
-        self.documents_apart = documents_apart
-        self.document_multiple = document_multiple
         self._orders = OrderedDict()
 
     def __len__(self) -> int:
@@ -100,11 +108,11 @@ class DistillDataset(torch.utils.data.Dataset):
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         index = self.sample_index(item)
         sample = self.source[index]
-        S, n = self.sequence_length, len(sample.tokens)
+        options, S, n = self.options, self.options.sequence_length, len(sample.tokens)
         rows = places = slice(0, n - 1)
         bounds, end = None, n - 1
-        if self.documents_apart:
-            layout = DocumentLayout.of(sample.cu_seqlens, self.document_multiple)
+        if options.documents_apart:
+            layout = DocumentLayout.of(sample.cu_seqlens, options.document_multiple)
             rows, places, end = layout.rows, layout.places, int(layout.bounds[-1])
             bounds = layout.filled(S) if end <= S else None
         if end > S:
@@ -137,11 +145,13 @@ class DistillDataset(torch.utils.data.Dataset):
             place[rows] = np.arange(n - 1) if isinstance(places, slice) else places
             place = place[stored.positions]
             # The cache gives each position's entries from the most likely to the least.
-            item["topk_ids"] = _placed(stored.topk_ids[:, : self.topk], place, S, -1)
-            item["topk_logprobs"] = _placed(stored.topk_logprobs[:, : self.topk], place, S, -np.inf)
-            if self.temperature != 1.0 and self.temperature in stored.log_z:
-                item["log_z_tau"] = _placed(stored.log_z[self.temperature], place, S, 0)
-            if self.hidden_states:
+            item["topk_ids"] = _placed(stored.topk_ids[:, : options.topk], place, S, -1)
+            item["topk_logprobs"] = _placed(
+                stored.topk_logprobs[:, : options.topk], place, S, -np.inf
+            )
+            if options.temperature != 1.0 and options.temperature in stored.log_z:
+                item["log_z_tau"] = _placed(stored.log_z[options.temperature], place, S, 0)
+            if options.hidden_states:
                 item["teacher_hidden"] = _placed(stored.hidden, place, S, 0)
         return item
 

@@ -2,10 +2,11 @@
 
 Order: defaults that suit distillation, then the recipe's `bridge` section (checked field by field
 against the host's own dataclasses), then what distillation requires, which a recipe may not
-contradict.
+contradict. `adapt` does the last to a configuration that a user made with the host's own classes.
+Whether the parts belong together is for `checks` to say.
 """
 
-import os
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -21,18 +22,18 @@ from megatron.bridge.training.config import (
     SchedulerConfig,
     TrainingConfig,
 )
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 from megatron_kd.config import DistillConfig
 from megatron_kd.host import versions
-from megatron_kd.host.checks import data_sequence_length
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
 from megatron_kd.host.parameters import sharded
 from megatron_kd.typed_mapping import ConfigError, update
 
-# key → (required value, why). A recipe that sets another value is refused.
+# key → (required value, why). `checks` refuses a user who asks for another value.
 REQUIRED = {
     "model.calculate_per_token_loss": (
         True,
@@ -55,8 +56,14 @@ REQUIRED = {
 }
 
 
-def model_provider(hf_path: str, load_weights: bool):
-    """The host's model provider for a Hugging Face directory, set up for this machine's backend."""
+def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = None):
+    """The host's model provider for a Hugging Face directory, set up for a backend.
+
+    Args:
+        hf_path: The directory.
+        load_weights: Whether the model starts from its weights.
+        on_cpu: Whether it is for the CPU backend; None asks whether that is active.
+    """
     directory = Path(hf_path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -66,45 +73,29 @@ def model_provider(hf_path: str, load_weights: bool):
     provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
         load_weights=load_weights
     )
-    if cpu_backend.is_active():
-        for name, value in cpu_backend.provider_settings().items():
-            setattr(provider, name, value)
-    if load_weights:
-        weights_complete.check_loading(provider, str(directory))
-    # After the weights' own hook, before anything of ours.
-    for hook in (*versions.current().model_hooks, sharded.refuse_unmarked):
-        provider.register_pre_wrap_hook(hook)
+    _adapt_provider(provider, hf_path, load_weights, _on_cpu(on_cpu))
     return provider
 
 
-def build_container(config: DistillConfig) -> ConfigContainer:
-    """The complete host configuration of a run; nothing is started.
+def build_container(config: DistillConfig, *, on_cpu: bool | None = None) -> ConfigContainer:
+    """The complete host configuration of a recipe; nothing is started.
+
+    Args:
+        config: The recipe.
+        on_cpu: Whether it is for the CPU backend; None asks whether that is active.
 
     Raises:
         ConfigError: An unknown or contradictory key of the `bridge` section, or a directory that is
             not there.
     """
-    provider = model_provider(config.student.hf_path, config.student.load_weights)
-    container = _defaults(config, provider)
+    on_cpu = _on_cpu(on_cpu)
     if "dataset" in config.bridge:
         raise ConfigError("bridge.dataset is set from the cache, data and loss sections; remove it")
-    container.dataset = DistillDatasetProvider(
-        mode=config.mode,
-        caches=config.cache.sources() if config.mode == "offline" else [],
-        topk=config.cache.topk,
-        temperature=config.loss.divergence.temperature,
-        hidden_states=config.mode == "offline" and bool(config.hidden_states.pairs),
-        data_path=config.data.path,
-        check_checksums=config.cache.check_checksums,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-        dataloader_type=config.data.dataloader,
-        num_workers=config.data.num_workers,
-        persistent_workers=config.data.num_workers > 0,
-        data_sharding=True,
-        pin_memory=not cpu_backend.is_active(),
-    )
-    prepared_length = data_sequence_length(container.dataset.open("train"))
+    student = config.student
+    provider = model_provider(student.hf_path, student.load_weights, on_cpu=on_cpu)
+    container = _defaults(config, provider)
+    container.dataset = DistillDatasetProvider.of(config, pin_memory=not on_cpu)
+    prepared_length = container.dataset.prepared_length()
     if prepared_length is not None:
         provider.seq_length = prepared_length
     elif "seq_length" not in config.bridge.get("model", {}):
@@ -113,15 +104,116 @@ def build_container(config: DistillConfig) -> ConfigContainer:
             "for"
         )
     update(container, config.bridge, "bridge")
-    _require(container, config.bridge)
-    _fit_to_machine(container)
-    _share_weight_decay(container)
-    _lay_out_documents(container)
-    container.dataset.sequence_length = container.model.seq_length
-    container.dataset.evaluation_samples = (
-        container.train.eval_iters * container.train.global_batch_size
-    )
+    _adapt_settings(container, config.bridge, on_cpu)
     return container
+
+
+def adapt(container: ConfigContainer, config: DistillConfig) -> dict:
+    """Make a configuration that a user built with the host's own classes that of a distillation.
+
+    Its dataset is replaced by ours; fields that still hold the host's default get the value that
+    distillation requires; hooks are registered on its model provider.
+
+    Args:
+        container: Changed in place. Its model is the provider of the student.
+        config: Everything else of the run. Its section `bridge` must be empty.
+
+    Returns:
+        Section → field → value of what the user set by hand, for `checks.check`.
+
+    Raises:
+        ConfigError: config has a section `bridge`.
+    """
+    if config.bridge:
+        raise ConfigError(
+            f"bridge.{next(iter(config.bridge))}: the host's configuration was handed over as a "
+            "ConfigContainer; set it there"
+        )
+    asked = _set_by_hand(container)
+    on_cpu, student = cpu_backend.is_active(), config.student
+    _adapt_provider(container.model, student.hf_path, student.load_weights, on_cpu)
+    container.dataset = DistillDatasetProvider.of(config, pin_memory=not on_cpu)
+    _adapt_settings(container, asked, on_cpu)
+    return asked
+
+
+def _on_cpu(choice: bool | None) -> bool:
+    return cpu_backend.is_active() if choice is None else choice
+
+
+def _set_by_hand(container: ConfigContainer) -> dict:
+    """Section → field → value of every setting that distillation has a say in and that differs from
+    the default of the host's class.
+    """
+    asked = {}
+    for section in ("model", "ddp", "dist", "optimizer"):
+        own = getattr(container, section)
+        for field in dataclasses.fields(own):
+            value = getattr(own, field.name, field.default)
+            if field.default is not dataclasses.MISSING and value != field.default:
+                asked.setdefault(section, {})[field.name] = value
+    return asked
+
+
+def _adapt_provider(provider, hf_path: str, load_weights: bool, on_cpu: bool) -> None:
+    if on_cpu:
+        for name, value in cpu_backend.provider_settings().items():
+            setattr(provider, name, value)
+    if load_weights:
+        weights_complete.check_loading(provider, str(hf_path))
+    # After the weights' own hook, before anything of ours.
+    for hook in (*versions.current().model_hooks, sharded.refuse_unmarked):
+        provider.register_pre_wrap_hook(hook)
+
+
+def _adapt_settings(container: ConfigContainer, asked: dict, on_cpu: bool) -> None:
+    for key, (value, _) in REQUIRED.items():
+        section, name = key.split(".")
+        if hasattr(getattr(container, section), name):
+            setattr(getattr(container, section), name, value)
+    _choose_precision(container, asked.get("optimizer") or {}, on_cpu)
+    if on_cpu:
+        container.dist.distributed_backend = "gloo"
+        container.dist.use_gloo_process_groups = True
+    train = container.train
+    if not train.eval_iters or not train.eval_interval:
+        # The host divides by the interval even when it evaluates nothing.
+        train.eval_iters, train.eval_interval = (
+            train.eval_iters or 0,
+            train.eval_interval or train.train_iters,
+        )
+    # What the scheduler is not told it takes from the optimizer; without either the host would
+    # stop, and with its own it would overrule the optimizer's.
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if getattr(container.scheduler, name) is None:
+            setattr(container.scheduler, name, container.optimizer.weight_decay)
+    dataset, ranks = container.dataset, container.model.context_parallel_size
+    dataset.evaluation_samples = (train.eval_iters or 0) * (train.global_batch_size or 0)
+    samples = dataset.samples
+    samples.sequence_length = container.model.seq_length
+    samples.documents_apart = dataset.packing() == "block"
+    if samples.documents_apart and ranks > 1:  # every rank holds two parts of every document
+        samples.document_multiple = 2 * ranks
+
+
+def _choose_precision(container: ConfigContainer, asked: dict, on_cpu: bool) -> None:
+    """Where nobody chose, the CPU backend computes in fp32, and a GPU as the student's directory
+    says: 16-bit weights need an optimizer that keeps fp32 ones beside them.
+    """
+    model, optimizer = container.model, container.optimizer
+    if container.mixed_precision is not None:
+        return
+    if on_cpu:
+        model.params_dtype = optimizer.params_dtype = torch.float32
+        model.bf16 = optimizer.bf16 = False
+        model.pipeline_dtype = torch.float32
+        model.autocast_dtype = torch.float32
+        return
+    name = "bf16_mixed" if model.bf16 else "fp16_mixed" if model.fp16 else None
+    if name is not None and not {"bf16", "fp16"} & asked.keys():
+        precision = get_mixed_precision_config(name)
+        precision.grad_reduce_in_fp32 = container.ddp.grad_reduce_in_fp32
+        container.mixed_precision = precision
 
 
 def _defaults(config: DistillConfig, provider) -> ConfigContainer:
@@ -166,70 +258,3 @@ def _defaults(config: DistillConfig, provider) -> ConfigContainer:
         dist=DistributedInitConfig(),
         rng=RNGConfig(seed=1234),
     )
-
-
-def _require(container: ConfigContainer, recipe: dict) -> None:
-    for key, (value, reason) in REQUIRED.items():
-        section, name = key.split(".")
-        asked = (recipe.get(section) or {}).get(name, value)
-        if asked != value:
-            raise ConfigError(f"bridge.{key} must be {str(value).lower()}: {reason}")
-        if hasattr(getattr(container, section), name):
-            setattr(getattr(container, section), name, value)
-
-
-def _share_weight_decay(container: ConfigContainer) -> None:
-    """What the scheduler is not told it takes from the optimizer; without either the host would
-    stop, and with its own it would overrule the optimizer's.
-    """
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if getattr(container.scheduler, name) is None:
-            setattr(container.scheduler, name, container.optimizer.weight_decay)
-
-
-def _lay_out_documents(container: ConfigContainer) -> None:
-    dataset, ranks = container.dataset, container.model.context_parallel_size
-    dataset.documents_apart = dataset.open("train").manifest.get("packing") == "block"
-    if dataset.documents_apart and ranks > 1:  # every rank holds two parts of every document
-        dataset.document_multiple = 2 * ranks
-
-
-def _fit_to_machine(container: ConfigContainer) -> None:
-    train = container.train
-    for name in ("train_iters", "micro_batch_size", "global_batch_size"):
-        if not (getattr(train, name) or 0) > 0:
-            raise ConfigError(f"bridge.train.{name} must be set and greater than 0")
-    if not train.eval_iters or not train.eval_interval:
-        # The host divides by the interval even when it evaluates nothing.
-        train.eval_iters, train.eval_interval = (
-            train.eval_iters or 0,
-            train.eval_interval or train.train_iters,
-        )
-    if cpu_backend.is_active():
-        container.dist.distributed_backend = "gloo"
-        container.dist.use_gloo_process_groups = True
-        if container.mixed_precision is None:
-            container.model.params_dtype = container.optimizer.params_dtype = torch.float32
-            container.model.bf16 = container.optimizer.bf16 = False
-            container.model.pipeline_dtype = torch.float32
-            container.model.autocast_dtype = torch.float32
-    model = container.model
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    per_replica = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
-    if ranks % per_replica and "WORLD_SIZE" in os.environ:
-        raise ConfigError(
-            f"{ranks} ranks cannot hold replicas of {per_replica} ranks (tensor "
-            f"{model.tensor_model_parallel_size} × pipeline {model.pipeline_model_parallel_size} × "
-            f"context {model.context_parallel_size}); start a multiple of that with torchrun "
-            "--nproc-per-node"
-        )
-    replicas = max(1, ranks // per_replica)
-    if train.global_batch_size % (train.micro_batch_size * replicas):
-        raise ConfigError(
-            f"bridge.train.global_batch_size={train.global_batch_size} is not a multiple of "
-            f"micro_batch_size {train.micro_batch_size} × {replicas} data-parallel replicas"
-        )

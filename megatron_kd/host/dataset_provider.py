@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
 
-from megatron_kd.data.dataset import DistillDataset
+from megatron_kd.config import CacheConfig, DataConfig, DistillConfig
+from megatron_kd.data.dataset import DistillDataset, SampleOptions
 from megatron_kd.data.sources import check_same_tokens, open_caches, open_sequences
 
 TRAIN, VALIDATION = "train", "validation"
@@ -20,26 +21,46 @@ nothing."""
 
 @dataclass(kw_only=True)
 class DistillDatasetProvider(DatasetProvider):
-    """Recorded in the host's `run_config.yaml`, so it holds plain values only.
+    """Recorded in the host's `run_config.yaml`, so its fields hold plain values only.
 
-    `evaluation_samples` is what one evaluation reads; every evaluation of a run reads the same
-    samples.
+    Each split is opened, and checked, once in the life of a provider; whoever needs its manifest or
+    its samples before training asks the provider.
     """
 
-    mode: str = "offline"
-    caches: list[tuple[str, float]] = field(default_factory=list)
-    data_path: str | None = None
-    sequence_length: int = 0
-    check_checksums: bool = True
-    shuffle: bool = True
-    seed: int = 1234
+    cache: CacheConfig | None = None
+    """Where the teacher's rows are; None online."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where the prepared data is, and in which order samples are drawn."""
+
+    samples: SampleOptions = field(default_factory=SampleOptions)
+    """How a stored sample becomes tensors."""
+
     evaluation_samples: int = 0
-    topk: int | None = None
-    temperature: float = 1.0
-    hidden_states: bool = False
-    documents_apart: bool = False
-    document_multiple: int = 1
+    """What one evaluation reads; every evaluation of a run reads the same samples."""
+
     skip_getting_attention_mask_from_dataset: bool = True
+
+    @classmethod
+    def of(cls, config: DistillConfig, *, pin_memory: bool) -> "DistillDatasetProvider":
+        """The provider of a run. How its samples are laid out follows from the host's
+        configuration later.
+        """
+        offline, data = config.mode == "offline", config.data
+        return cls(
+            cache=config.cache if offline else None,
+            data=data,
+            samples=SampleOptions(
+                topk=config.cache.topk,
+                temperature=config.loss.divergence.temperature,
+                hidden_states=offline and bool(config.hidden_states.pairs),
+            ),
+            dataloader_type=data.dataloader,
+            num_workers=data.num_workers,
+            persistent_workers=data.num_workers > 0,
+            data_sharding=True,
+            pin_memory=pin_memory,
+        )
 
     def build_datasets(self, context: DatasetBuildContext):
         """Training, validation and (none) test datasets.
@@ -49,12 +70,40 @@ class DistillDatasetProvider(DatasetProvider):
             ValueError: The sequence length differs from the data's, or there is nothing to train
                 on.
         """
-        train = self._dataset(TRAIN, context.train_samples, shuffle=self.shuffle)
+        train = self._dataset(TRAIN, context.train_samples, shuffle=self.data.shuffle)
         validation = None
         if self.evaluation_samples:
             period = self.evaluation_samples
             validation = self._dataset(VALIDATION, period, period=period)
         return train, validation, None
+
+    def open(self, split: str):
+        """The stored samples of a split, checked against the prepared data where both are given."""
+        opened = self.__dict__.setdefault("_opened", {})
+        if split not in opened:
+            opened[split] = self._open(split)
+        return opened[split]
+
+    def prepared_length(self) -> int | None:
+        """The sequence length the samples were prepared for, where their manifest says it."""
+        manifest = self.open(TRAIN).manifest
+        for entry in (manifest, manifest.get("data") or {}):
+            if not isinstance(entry, str) and entry.get("seq_length"):
+                return int(entry["seq_length"])
+        return None
+
+    def packing(self) -> str | None:
+        """How documents were packed into samples: none, naive or block; None where nobody knows."""
+        return self.open(TRAIN).manifest.get("packing")
+
+    @property
+    def documents_apart(self) -> bool:
+        """Whether attention keeps the documents of a sample apart."""
+        return self.samples.documents_apart
+
+    def __getstate__(self) -> dict:
+        """Open files stay in this process; a copy opens its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
     def _dataset(self, split: str, length: int, *, shuffle=False, period=None) -> DistillDataset:
         source = self.open(split)
@@ -63,28 +112,17 @@ class DistillDatasetProvider(DatasetProvider):
         elif self.dataloader_type == "cyclic" and split == TRAIN:
             length, shuffle = len(source), False  # the host's sampler shuffles and repeats
         return DistillDataset(
-            source,
-            self.sequence_length,
-            length,
-            shuffle=shuffle,
-            seed=self.seed,
-            period=period,
-            topk=self.topk,
-            temperature=self.temperature,
-            hidden_states=self.hidden_states,
-            documents_apart=self.documents_apart,
-            document_multiple=self.document_multiple,
+            source, self.samples, length, shuffle=shuffle, seed=self.data.seed, period=period
         )
 
-    def open(self, split: str):
-        """The stored samples of a split, checked against the prepared data where both are given."""
-        prepared = f"{self.data_path}/{split}" if self.data_path else None
-        if not self.caches:
+    def _open(self, split: str):
+        prepared = f"{self.data.path}/{split}" if self.data.path else None
+        if self.cache is None:
             return open_sequences(prepared)
-        sources = [(f"{path}/{split}", weight) for path, weight in self.caches]
+        sources = [(f"{path}/{split}", weight) for path, weight in self.cache.sources()]
         if split == VALIDATION:  # of a mixture, those caches that have one
             sources = [entry for entry in sources if Path(entry[0]).is_dir()] or sources
-        source = open_caches(sources, check_checksums=self.check_checksums)
+        source = open_caches(sources, check_checksums=self.cache.check_checksums)
         if prepared:
             check_same_tokens(source, open_sequences(prepared))
         return source

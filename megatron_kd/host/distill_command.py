@@ -77,14 +77,17 @@ def _train(config: DistillConfig, dry_run: bool) -> int:
             cpu_backend.activate()  # before anything named megatron is imported
             from megatron_kd.host import train
 
-            container = train.prepare(config)
+            if dry_run:
+                resolved = train.dry_run(config)
+            else:
+                container = train.prepare(config)
     except (ValueError, OSError) as error:
         return _refuse(error)
     except KeyboardInterrupt:
         print("megatron-kd distill: stopped before training began", file=sys.stderr)
         return 130
     if dry_run:
-        print(yaml.safe_dump(train.resolved(config, container), sort_keys=False), end="")
+        print(yaml.safe_dump(resolved, sort_keys=False), end="")
         return 0
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)

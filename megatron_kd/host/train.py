@@ -20,14 +20,14 @@ from megatron.core.utils import unwrap_model
 from megatron_kd import typed_mapping
 from megatron_kd.config import DistillConfig
 from megatron_kd.files import publish
-from megatron_kd.host import checks as compatibility
+from megatron_kd.host import checks, versions
 from megatron_kd.host import container as host_config
-from megatron_kd.host import versions
 from megatron_kd.host.callbacks import best_checkpoint as selection
 from megatron_kd.host.callbacks import profiling, stop_signals
 from megatron_kd.host.callbacks.balance import BalanceWeights
 from megatron_kd.host.callbacks.first_evaluation import FirstEvaluation
 from megatron_kd.host.callbacks.metrics import RunMetrics
+from megatron_kd.host.checks.identity import record_identity
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
 from megatron_kd.host.online import modelopt
@@ -39,8 +39,34 @@ from megatron_kd.host.step.forward_step import DistillationStep
 logger = logging.getLogger(__name__)
 
 
+def distill(container: ConfigContainer, kd: DistillConfig) -> None:
+    """Distil with a configuration of the host that the user made; call it on every rank.
+
+    The recipe's way is `prepare` and `run`: there the section `bridge` becomes the container. Here
+    the container is the user's, with everything that is the host's business: the student's model
+    provider, training, optimizer, scheduler, parallelism, checkpoints, logging. On the CPU backend
+    call `megatron_kd.host.cpu.activate` before importing anything named megatron.
+
+    Args:
+        container: Its `model` is the student's provider, as `AutoBridge.to_megatron_provider`
+            returns it for `kd.student.hf_path`; its `dataset` is replaced. Changed in place: a
+            setting that distillation requires is set where it held the host's default.
+        kd: The run without its section `bridge`.
+
+    Raises:
+        ConfigError: A setting or combination is wrong, or the container asks for what distillation
+            cannot work with.
+        ValueError: Cache, data, checkpoint and model do not fit together; the message names the
+            remedy.
+    """
+    versions.check()
+    asked = host_config.adapt(container, kd)
+    _check(kd, container, asked)
+    run(kd, container)
+
+
 def prepare(config: DistillConfig) -> ConfigContainer:
-    """The host configuration of a run, with every check that needs no process group.
+    """The host configuration of a recipe, with every check that needs no process group.
 
     Raises:
         ConfigError: A key, type, value or combination is wrong.
@@ -49,13 +75,40 @@ def prepare(config: DistillConfig) -> ConfigContainer:
     """
     versions.check()
     container = host_config.build_container(config)
-    profiling.configure(config.profile, container, on_cpu=cpu_backend.is_active())
-    selection.check(config.selection, container)
-    compatibility.check(config, container)
-    adapters.check(config, container)
-    if config.mode == "online":
-        modelopt.check(config, container)
+    _check(config, container, config.bridge)
     return container
+
+
+def rehearse(config: DistillConfig) -> None:
+    """Check a recipe as it would be checked on the GPUs it is for, whatever machine this is.
+
+    What a CPU cannot tell: whether Transformer Engine, NCCL and the kernels of the named GPUs are
+    there and do what the host asks of them, and whether the model fits into their memory.
+
+    Raises:
+        ConfigError: As for `prepare`.
+    """
+    container = host_config.build_container(config, on_cpu=False)
+    checks.check(config, container, on_cpu=False)
+
+
+def dry_run(config: DistillConfig) -> dict:
+    """The resolved configuration of a run that could start; nothing is started.
+
+    A recipe that names its ranks (`launch`) is also rehearsed for GPUs where this machine has none.
+
+    Raises:
+        ConfigError: As for `prepare`.
+    """
+    container = prepare(config)
+    if cpu_backend.is_active() and config.launch.ranks is not None:
+        rehearse(config)
+    return resolved(config, container)
+
+
+def _check(config: DistillConfig, container: ConfigContainer, asked: dict) -> None:
+    profiling.configure(config.profile, container)
+    checks.check(config, container, on_cpu=cpu_backend.is_active(), asked=asked)
 
 
 def run(config: DistillConfig, container: ConfigContainer) -> None:
@@ -63,12 +116,12 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
 
     Args:
         config: The whole run.
-        container: What `prepare` returned for it.
+        container: What `prepare` returned for it, or `adapt` made of the user's own.
     """
     versions.apply_patches()
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
-        compatibility.record_identity(config, container)
+        record_identity(config, container)
     step = DistillationStep(config.output_dir)
     metrics = RunMetrics(config.output_dir, step.data_wait, progress=config.progress)
     callbacks = [metrics, stop_signals.StopOnSignal().listen()]

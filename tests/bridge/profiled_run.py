@@ -18,8 +18,7 @@ from megatron_kd.host.cpu import backend as cpu_backend
 
 def main() -> None:
     cpu_backend.activate()
-    from megatron_kd.host import train
-    from megatron_kd.host.callbacks import profiling
+    from megatron_kd.host import checks, train
 
     config = from_recipe(sys.argv[1], sys.argv[2:])
     folder = Path(config.output_dir)
@@ -47,8 +46,8 @@ def main() -> None:
     torch.cuda.check_error = lambda _: None
     torch.autograd.profiler.emit_nvtx = contextlib.nullcontext
     torch.cuda.nvtx.range_push = lambda name: note(name)
-    configure = profiling.configure
-    profiling.configure = lambda *arguments, on_cpu: configure(*arguments, on_cpu=False)
+    check = checks.check
+    checks.check = lambda *arguments, on_cpu, **more: check(*arguments, on_cpu=False, **more)
     train.run(config, train.prepare(config))
 
 

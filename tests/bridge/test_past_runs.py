@@ -44,6 +44,30 @@ def test_it_resumes_where_it_was_interrupted_and_learns_the_same(past):
             assert now[name] == pytest.approx(then[name], rel=1e-6)
 
 
+READ_BACK = """
+from megatron_kd.host.cpu import backend
+backend.activate()
+from megatron.bridge.training.config import ConfigContainer
+container = ConfigContainer.from_yaml("run/checkpoints/iter_0000003/run_config.yaml")
+dataset = container.dataset
+print("DATASET", type(dataset).__module__, len(dataset.open("train")), dataset.samples)
+"""
+
+
+def test_its_configuration_is_read_back_by_the_host_as_todays(past):
+    done = subprocess.run(
+        [host_python(), "-c", READ_BACK],
+        cwd=past,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("DATASET")] or [done.stderr]
+    assert line.startswith("DATASET megatron_kd.host.dataset_provider 12 ")
+    assert "sequence_length=16, topk=None, temperature=2.0, hidden_states=False" in line
+
+
 def test_it_is_exported_as_it_was(past):
     """Without its recipe: the student's directory comes from the run's own record."""
     command = [host_python(), "-m", "megatron_kd.cli", "export", "--run", "run"]

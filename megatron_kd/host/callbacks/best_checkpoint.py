@@ -11,7 +11,6 @@ from megatron_kd.config import SelectionConfig
 from megatron_kd.files import publish
 from megatron_kd.host.export import BEST_FILE
 from megatron_kd.metrics_file import FILE_NAME, KD_LOSS, curve, read_metrics
-from megatron_kd.typed_mapping import ConfigError
 
 
 class SelectBest(Callback):
@@ -79,32 +78,6 @@ def best_of(history: dict[int, float], min_improvement: float) -> int:
         if history[iteration] < history[best] - min_improvement:
             best = iteration
     return best
-
-
-def check(config: SelectionConfig, container) -> None:
-    """Refuse a selection that could not be kept, before any process group starts.
-
-    Raises:
-        ConfigError: Names the settings that contradict each other.
-    """
-    if not config.keep_best:
-        return
-    train, checkpoint = container.train, container.checkpoint
-    if not train.eval_iters:
-        raise ConfigError("selection.keep_best needs evaluations: set bridge.train.eval_iters")
-    if not checkpoint.save:
-        raise ConfigError("selection.keep_best needs checkpoints: set bridge.checkpoint.save")
-    if train.eval_interval % checkpoint.save_interval:
-        raise ConfigError(
-            "selection.keep_best needs a checkpoint at every evaluation: "
-            f"bridge.train.eval_interval={train.eval_interval} is not a multiple of "
-            f"bridge.checkpoint.save_interval={checkpoint.save_interval}"
-        )
-    if (checkpoint.most_recent_k or -1) > 0:
-        raise ConfigError(
-            "bridge.checkpoint.most_recent_k would delete the best checkpoint; unset it, or set "
-            "selection.keep_best=false"
-        )
 
 
 def _on_every_rank(value: torch.Tensor | None) -> float:

@@ -16,7 +16,7 @@ from megatron_kd.host import versions
 from megatron_kd.host.container import model_provider
 from megatron_kd.host.online import teacher_check
 from megatron_kd.host.online.criteria import HiddenStateCriterion, OnlineLoss, OutputLayerCriterion
-from megatron_kd.host.online.hidden_layers import check_layers, layer_name
+from megatron_kd.host.online.hidden_layers import layer_name
 from megatron_kd.host.step import hidden_states
 from megatron_kd.typed_mapping import ConfigError
 
@@ -72,55 +72,11 @@ class OnlineConfig(ModelOptDistillConfig):
             raise ConfigError("the criterion is made with the model; it cannot be set")
 
 
-def check(config: DistillConfig, container) -> None:
-    """Refuse what cannot stand beside this student, before any process group starts.
-
-    Raises:
-        ConfigError: The vocabularies differ, or the host cannot lay both models out like this.
-    """
-    student, teacher = container.model, _teacher_provider(config)
-    if teacher.vocab_size != student.vocab_size:
-        raise ConfigError(
-            f"the teacher has {teacher.vocab_size} ids, the student {student.vocab_size}; online "
-            "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
-            "masks the teacher's padding rows"
-        )
-    evaluates_pipelines = versions.current().evaluates_online_pipelines
-    if (
-        student.pipeline_model_parallel_size > 1
-        and container.train.eval_iters
-        and not evaluates_pipelines
-    ):
-        raise ConfigError(
-            "this host evaluates a distillation model with messages sized for the student alone, "
-            "so pipeline parallelism and evaluation exclude each other online; set "
-            "bridge.train.eval_iters=0"
-        )
-    if student.pipeline_model_parallel_size > 1 and config.export.hf_path:
-        raise ConfigError(
-            "the host cannot export out of a distillation model on several pipeline stages; remove "
-            "export.hf_path, and export a checkpoint afterwards with `megatron-kd export`"
-        )
-    if student.virtual_pipeline_model_parallel_size:
-        raise ConfigError(
-            "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
-        )
-    check_layers(config.hidden_states, student, teacher)
-    tp = student.tensor_model_parallel_size
-    for name in ("num_attention_heads", "num_query_groups"):
-        if getattr(teacher, name) % tp:
-            raise ConfigError(
-                f"the teacher's {name} of {getattr(teacher, name)} cannot be split over "
-                f"bridge.model.tensor_model_parallel_size={tp}, which both models share online; "
-                "use another size, or distil offline"
-            )
-
-
 def attach_when_built(config: DistillConfig, container, weights: hidden_states.LossWeights) -> None:
     """Make the container's model a student with its teacher beside it, the loss attached when the
     host builds them.
     """
-    student, teacher = container.model, _teacher_provider(config)
+    student, teacher = container.model, model_provider(config.teacher.hf_path, load_weights=True)
     for name in SHARED_FIELDS:
         of_experts = name.startswith("expert_") and not teacher.num_moe_experts
         if hasattr(student, name) and not of_experts:  # the host refuses them without experts
@@ -142,10 +98,6 @@ def attach_when_built(config: DistillConfig, container, weights: hidden_states.L
     teacher.register_pre_wrap_hook(
         partial(teacher_check.has_shape, provider=teacher, expected=expected)
     )
-
-
-def _teacher_provider(config: DistillConfig):
-    return model_provider(config.teacher.hf_path, load_weights=True)
 
 
 def _attach(model: list, *, config, vocab_size, weights) -> list:

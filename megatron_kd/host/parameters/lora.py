@@ -18,29 +18,12 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron_kd.config import DistillConfig, LoraConfig
+from megatron_kd.config import LoraConfig
 from megatron_kd.host import versions
 from megatron_kd.host.parameters import freezing as trainable
 from megatron_kd.typed_mapping import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-def check(config: DistillConfig, container) -> None:
-    """Refuse a size that the layout cannot split, before any process group starts.
-
-    Raises:
-        ConfigError: Names the multiple to use.
-    """
-    lora = config.student.lora
-    if lora is None:
-        return
-    ranks = container.model.tensor_model_parallel_size
-    if lora.dim % ranks:
-        raise ConfigError(
-            f"student.lora.dim={lora.dim} cannot be split over "
-            f"bridge.model.tensor_model_parallel_size={ranks}; use a multiple of {ranks}"
-        )
 
 
 def add(model: list, *, config: LoraConfig) -> list:

@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a run")
     parser.add_argument("--gpu", default="h200", help=f"{', '.join(GPUS)} (default h200)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="GPUs (default: one model replica)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="GPUs (default: the recipe's launch, or one model replica)",
+    )
     parser.add_argument(
         "--teacher", metavar="DIR", help="Hugging Face directory (default: teacher.hf_path)"
     )

@@ -118,7 +118,7 @@ def from_config(
         micro_batch=train.get("micro_batch_size") or 1,
         global_batch=train.get("global_batch_size") or 1,
         train_iters=train.get("train_iters") or 0,
-        ranks=ranks or max(tensor * context, expert) * pipeline,
+        ranks=ranks or config.launch.ranks or max(tensor * context, expert) * pipeline,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         virtual_pipeline=model.get("virtual_pipeline_model_parallel_size") or 1,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_kd.cache import CachedRows, CachedSample
-from megatron_kd.data.dataset import PAD_TOKEN, DistillDataset
+from megatron_kd.data.dataset import PAD_TOKEN, DistillDataset, SampleOptions
 from megatron_kd.data.document_layout import DocumentLayout, context_parallel_places
 from megatron_kd.data.sequences import Sequence
 
@@ -36,7 +36,9 @@ def sample(index, n=S + 1, cached=True, mask=None, bounds=None):
 
 def dataset(samples=None, **options):
     samples = samples or [sample(i) for i in range(SAMPLES)]
-    return DistillDataset(samples, S, options.pop("length", 12), **options)
+    order = {name: options.pop(name) for name in ("shuffle", "seed", "period") if name in options}
+    length = options.pop("length", 12)
+    return DistillDataset(samples, SampleOptions(sequence_length=S, **options), length, **order)
 
 
 def test_row_t_pairs_with_the_label_t_plus_one():
@@ -185,4 +187,4 @@ def test_workers_get_the_same_items():
 
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="holds no samples"):
-        DistillDataset([], S, 4)
+        DistillDataset([], SampleOptions(sequence_length=S), 4)

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
-from megatron_kd.data.dataset import DistillDataset
+from megatron_kd.data.dataset import DistillDataset, SampleOptions
 from megatron_kd.models.fingerprint import tokenizer_of
 from megatron_kd.teacher.capture.job import CaptureJob
 from megatron_kd.teacher.capture.shards import capture
@@ -216,7 +216,7 @@ def test_draws_and_cut_lists_reach_the_training_items(kept, data, teacher_dir, t
     reader = CacheReader(tmp_path / "cache" / "train")
     assert reader.spec.sampling_method == ("random" if kept == "random" else "topk")
     model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()
-    items = DistillDataset(reader, 40, len(reader))
+    items = DistillDataset(reader, SampleOptions(sequence_length=40), len(reader))
     used_slots = set()
     for index in range(len(reader)):
         item = items[index]

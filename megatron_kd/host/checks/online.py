@@ -1,0 +1,74 @@
+"""What a resident teacher asks of the student beside it."""
+
+from megatron_kd.config import FINAL_NORM, DistillConfig, HiddenStatesConfig
+from megatron_kd.host import versions
+from megatron_kd.host.container import model_provider
+from megatron_kd.typed_mapping import ConfigError
+
+
+def check_online(config: DistillConfig, container) -> None:
+    """Refuse what cannot stand beside this student, before any process group starts.
+
+    Raises:
+        ConfigError: The vocabularies differ, or the host cannot lay both models out like this.
+    """
+    student, teacher = container.model, model_provider(config.teacher.hf_path, load_weights=True)
+    if teacher.vocab_size != student.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.vocab_size} ids, the student {student.vocab_size}; online "
+            "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
+            "masks the teacher's padding rows"
+        )
+    evaluates_pipelines = versions.current().evaluates_online_pipelines
+    if (
+        student.pipeline_model_parallel_size > 1
+        and container.train.eval_iters
+        and not evaluates_pipelines
+    ):
+        raise ConfigError(
+            "this host evaluates a distillation model with messages sized for the student alone, "
+            "so pipeline parallelism and evaluation exclude each other online; set "
+            "bridge.train.eval_iters=0"
+        )
+    if student.pipeline_model_parallel_size > 1 and config.export.hf_path:
+        raise ConfigError(
+            "the host cannot export out of a distillation model on several pipeline stages; remove "
+            "export.hf_path, and export a checkpoint afterwards with `megatron-kd export`"
+        )
+    if student.virtual_pipeline_model_parallel_size:
+        raise ConfigError(
+            "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
+        )
+    _check_layers(config.hidden_states, student, teacher)
+    tp = student.tensor_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups"):
+        if getattr(teacher, name) % tp:
+            raise ConfigError(
+                f"the teacher's {name} of {getattr(teacher, name)} cannot be split over "
+                f"bridge.model.tensor_model_parallel_size={tp}, which both models share online; "
+                "use another size, or distil offline"
+            )
+
+
+def _check_layers(config: HiddenStatesConfig, student, teacher) -> None:
+    """Refuse layers that do not exist, and recomputation that would detach them.
+
+    Raises:
+        ConfigError: Names the pair.
+    """
+    for pair in config.pairs:
+        for layer, provider, whose in zip(
+            pair, (student, teacher), ("student", "teacher"), strict=True
+        ):
+            count = provider.num_layers
+            if layer != FINAL_NORM and not -count <= layer < count:
+                raise ConfigError(
+                    f"hidden_states.pairs: {list(pair)} names layer {layer} of the {whose}, which "
+                    f"has {count} layers (0 … {count - 1}, or -1 for the last)"
+                )
+        if pair[0] != FINAL_NORM and student.recompute_granularity == "full":
+            raise ConfigError(
+                "bridge.model.recompute_granularity=full runs the student's layers without a "
+                f"graph, so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
+                "recompute_granularity=selective"
+            )

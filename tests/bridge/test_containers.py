@@ -1,0 +1,76 @@
+"""The host's configuration of a run: made from a recipe or by the user, for a CPU or for GPUs, and
+what building it reads.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from launch import Curves, answers_of, start_ranks
+
+OWN_CONTAINER = Path(__file__).with_name("own_container.py")
+
+
+@pytest.fixture(scope="module")
+def runs(world) -> dict[str, tuple[Curves, dict]]:
+    """way → (curves, how often the manifest of each split was opened)."""
+    found = {}
+    for way in ("recipe", "container"):
+        folder = world.parent / "runs" / f"by-{way}"
+        ranks = start_ranks(1, OWN_CONTAINER, world, folder, way)
+        ranks.check()
+        (line,) = [x for x in ranks.log(0).splitlines() if x.startswith("OPENED ")]
+        found[way] = Curves(folder), json.loads(line[7:])
+    return found
+
+
+def test_a_users_own_container_trains_as_the_recipe_does(runs):
+    ours, users = runs["recipe"][0], runs["container"][0]
+    assert len(ours.train()) == 6 and len(ours.validation()) >= 2
+    assert users.train() == ours.train()
+    assert users.validation() == ours.validation()
+    assert users.grad_norms() == ours.grad_norms()
+
+
+@pytest.mark.parametrize("way", ["recipe", "container"])
+def test_a_start_opens_each_split_once(runs, way):
+    assert runs[way][1] == {"train": 1, "validation": 1}
+
+
+@pytest.fixture(scope="module")
+def on_gpus(world, tmp_path_factory) -> dict:
+    """Answers for a student whose directory says bf16, as published ones do."""
+    student = tmp_path_factory.mktemp("bf16") / "student"
+    shutil.copytree(world.parent / "student", student)
+    config = json.loads((student / "config.json").read_text())
+    config.pop("dtype", None)  # as newer transformers write it
+    (student / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    cases = {
+        "nothing said": [],
+        "gradients in bf16": ["bridge.ddp.grad_reduce_in_fp32=false"],
+        "mixed precision": ["bridge.mixed_precision=bf16_mixed"],
+        "optimizer alone": ["bridge.optimizer.bf16=false"],
+        "model alone": ["bridge.model.bf16=false", "bridge.optimizer.bf16=true"],
+        "both": ["bridge.model.bf16=true", "bridge.optimizer.bf16=true"],
+        "host alone": ["bridge.checkpoint.async_save=true", "bridge.checkpoint.ckpt_format=zarr"],
+    }
+    asked = [[f"student.hf_path={student}", *overrides] for overrides in cases.values()]
+    return dict(zip(cases, answers_of("as_on_gpus.py", world, asked=asked), strict=True))
+
+
+def test_the_optimizer_keeps_fp32_weights_beside_a_students_16_bit_ones(on_gpus):
+    """Otherwise its first step on a GPU fails: a gradient in fp32 for a parameter in bf16."""
+    assert on_gpus["nothing said"] == [True, True, True]
+    assert on_gpus["gradients in bf16"] == [True, True, False]
+    assert on_gpus["mixed precision"] == [True, True, True]
+    assert on_gpus["both"][:2] == [True, True]
+
+
+@pytest.mark.parametrize("case", ["optimizer alone", "model alone"])
+def test_precisions_that_contradict_each_other_are_refused(on_gpus, case):
+    assert "bridge.model.bf16 is" in on_gpus[case] and "bridge.mixed_precision" in on_gpus[case]
+
+
+def test_what_the_host_refuses_is_refused_before_a_start_in_its_own_words(on_gpus):
+    assert on_gpus["host alone"].startswith("Megatron-Bridge refuses this run: async_save")
