@@ -45,7 +45,7 @@ def distill(container: ConfigContainer, kd: DistillConfig) -> None:
     The recipe's way is `prepare` and `run`: there the section `bridge` becomes the container. Here
     the container is the user's, with everything that is the host's business: the student's model
     provider, training, optimizer, scheduler, parallelism, checkpoints, logging. On the CPU backend
-    call `megatron_kd.host.cpu.activate` before importing anything named megatron.
+    call `megatron_kd.host.cpu.backend.activate` before importing anything named megatron.
 
     Args:
         container: Its `model` is the student's provider, as `AutoBridge.to_megatron_provider`

@@ -1,7 +1,8 @@
 """The address under which older checkpoints' `run_config.yaml` names the dataset provider.
 
-The host looks the name up whenever it reads such a checkpoint, and calls it where a user reads the
-whole file back with `ConfigContainer.from_yaml`.
+The host looks the name up whenever it reads such a checkpoint, and warns where it is lost. By itself
+it makes nothing but the sections `model` and `tokenizer`; a user who has its `instantiate` make the
+section `dataset` gets today's provider.
 """
 
 from megatron_kd.config import CacheConfig, DataConfig

@@ -47,14 +47,15 @@ def test_it_resumes_where_it_was_interrupted_and_learns_the_same(past):
 READ_BACK = """
 from megatron_kd.host.cpu import backend
 backend.activate()
-from megatron.bridge.training.config import ConfigContainer
-container = ConfigContainer.from_yaml("run/checkpoints/iter_0000003/run_config.yaml")
-dataset = container.dataset
+import yaml
+from megatron.bridge.utils.instantiate_utils import instantiate
+recorded = yaml.safe_load(open("run/checkpoints/iter_0000003/run_config.yaml"))
+dataset = instantiate(recorded["dataset"])
 print("DATASET", type(dataset).__module__, len(dataset.open("train")), dataset.samples)
 """
 
 
-def test_its_configuration_is_read_back_by_the_host_as_todays(past):
+def test_the_host_makes_todays_dataset_of_what_its_checkpoint_recorded(past):
     done = subprocess.run(
         [host_python(), "-c", READ_BACK],
         cwd=past,

@@ -2,7 +2,7 @@
 
 Schedulers announce the end of a job with SIGTERM, or with a signal of the user's choice some time
 ahead of it; a user presses Ctrl-C. The host has a setting for this (`train.exit_signal_handler`),
-but its 0.3 never installs the handler, and it listens to one signal. Here the ranks agree after
+but not every version installs the handler, and it listens to one signal. Here the ranks agree after
 every step, and the host's own `train.exit_interval` does the rest: it saves unless this step has
 saved already, and leaves the loop with status 0.
 """

@@ -2,17 +2,16 @@
 
 Megatron-Core and Megatron-Bridge name CUDA in many places: devices, streams, events, random state,
 memory figures and the process-group backend. This module answers each of them from the CPU. It is
-for tests, for trying a recipe and for
-teaching: what runs here is the host's own training loop, optimizer, checkpointing and parallelism,
-    not a mock.
+for tests, for trying a recipe and for teaching: what runs here is the host's own training loop,
+optimizer, checkpointing and parallelism, not a mock.
 
 The one switch is the environment variable `MEGATRON_KD_BACKEND`: `auto` (default: CPU where no CUDA
 device is found), `cpu` or `cuda`. With `cuda`, or with a CUDA device and `auto`, nothing in this
 file is active.
 
 `activate` must run before anything named `megatron` is imported: Megatron-Core decides at import
-which optional packages it uses. Checked with megatron-core 0.16.1 / megatron-bridge 0.3.1 and
-0.19.2 / 0.6.2, PyTorch 2.13.
+which optional packages it uses. Checked with the hosts that `host.versions` describes, PyTorch
+2.13.
 """
 
 import contextlib
@@ -353,8 +352,7 @@ def provider_settings() -> dict:
     """Fields a Megatron-Bridge GPT provider needs on this backend: PyTorch layers, no fused CUDA
     kernels.
 
-    Source: the local layer specification runs on plain PyTorch; each fusion below has a CUDA kernel
-        or, for
+    The local layer specification runs on plain PyTorch; each fusion below has a CUDA kernel or, for
     `cross_entropy_loss_fusion`, rounds gradients to bf16.
     """
     from megatron.bridge.models.gpt_provider import local_layer_spec
