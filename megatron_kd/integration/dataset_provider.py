@@ -1,8 +1,8 @@
 """The address under which older checkpoints' `run_config.yaml` names the dataset provider.
 
-The host looks the name up whenever it reads such a checkpoint, and warns where it is lost. By itself
-it makes nothing but the sections `model` and `tokenizer`; a user who has its `instantiate` make the
-section `dataset` gets today's provider.
+The host looks the name up whenever it reads such a checkpoint, and warns where it is lost. It makes
+nothing but the sections `model` and `tokenizer` of its own accord; a user who has its `instantiate`
+make the section `dataset` gets a provider of today.
 """
 
 from megatron_kd.config import CacheConfig, DataConfig
