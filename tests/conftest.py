@@ -9,9 +9,9 @@ CACHE = Path(__file__).parents[1] / "build" / "tests"
 def pytest_addoption(parser):
     parser.addoption(
         "--full-matrix",
-        action="store_true",
+        metavar="CSV",
         help="tests/bridge/test_matrix.py: run every layout with every loss implementation, and "
-        "write the result into docs/parallelism.md",
+        "write the departures of each run into this file",
     )
 
 

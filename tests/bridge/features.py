@@ -56,7 +56,7 @@ NO_ROUTER_LOSS = ["student.hf_path={world}/moe", "bridge.model.moe_aux_loss_coef
 @dataclass(frozen=True)
 class Feature:
     """One run; `equals` names the run it must equal, `since` its first iteration to compare;
-    `core`: the default tests run it.
+    `core`: the core of the tests runs it.
     """
 
     ranks: int

@@ -103,7 +103,7 @@ class Run:
 
 
 def core() -> list[Run]:
-    """What the default tests compare: every layout that differs in kind, every implementation,
+    """What the core of the tests compares: every layout that differs in kind, every implementation,
     student and data at least once.
     """
     runs = [Run("sparse"), Run("dense"), Run("online fused")]
@@ -120,8 +120,8 @@ def core() -> list[Run]:
 
 
 def selection() -> list[Run]:
-    """What the slow tests compare beside the core: implementations, layouts, students and data in
-    pairs.
+    """What the extended tests compare beside the core: implementations, layouts, students and data
+    in pairs.
     """
     four = ("TP 4", "TP 2 × PP 2", "TP 2 × CP 2", "TP 2 + SP × CP 2")
     two = ("DP 2", "TP 2", "TP 2 + SP", "CP 2", "PP 2")

@@ -10,6 +10,8 @@ from megatron_kd.config import LoraConfig
 from megatron_kd.tools.planning.adapters import adapter_parameters
 from megatron_kd.tools.planning.model_shape import shape_of_directory
 
+pytestmark = pytest.mark.extended
+
 DIM = 2
 LORA = [
     f"student.lora.dim={DIM}",

@@ -13,6 +13,8 @@ from megatron_kd.metrics_file import curve
 from megatron_kd.tools.report.compare import relative_difference
 from megatron_kd.tools.report.held_out import held_out_scores
 
+pytestmark = pytest.mark.extended
+
 STEPS = 20
 TRAINING = [
     f"bridge.train.train_iters={STEPS}",

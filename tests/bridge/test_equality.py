@@ -24,8 +24,8 @@ CORE, SELECTION = core(), selection()
 
 
 def unless_core(value, is_core: bool):
-    """A test's parameter, slow where the default tests leave it out."""
-    return pytest.param(value, marks=() if is_core else pytest.mark.slow)
+    """A test's parameter, marked where the core of the tests leaves it out."""
+    return pytest.param(value, marks=() if is_core else pytest.mark.extended)
 
 
 def runs_where(condition) -> list:
@@ -38,19 +38,13 @@ def features_where(condition) -> list:
 
 @pytest.fixture(scope="module")
 def runs(world) -> Launches:
-    """Two launches for each number of ranks: the core's, and one for what the slow tests add."""
-    launches = []
-    for is_core, chosen in ((True, CORE), (False, SELECTION)):
-        for ranks, group in by_ranks(chosen).items():
-            launch = Launch(ranks, {run.name: run.overrides(world.parent) for run in group})
-            launch.export = [run.name for run in group if run.exports]
-            for name, feature in FEATURES.items():
-                if (feature.core, feature.ranks) == (is_core, ranks):
-                    launch.cases[name] = feature.resolved(world.parent)
-            if is_core and ranks == 1:
-                launch.cases["one step"] = ONE_STEP
-                launch.export.append("one step")
-            launches.append(launch)
+    """Every run by its name, started when a test first asks for it."""
+    launches = [Launch(1, {"one step": ONE_STEP}, export=["one step"])]
+    for ranks, group in by_ranks([*CORE, *SELECTION]).items():
+        cases = {run.name: run.overrides(world.parent) for run in group}
+        launches.append(Launch(ranks, cases, export=[run.name for run in group if run.exports]))
+    for name, feature in FEATURES.items():
+        launches.append(Launch(feature.ranks, {name: feature.resolved(world.parent)}))
     return Launches(world, launches)
 
 
@@ -83,7 +77,7 @@ def test_features_of_the_host_change_nothing(runs, name):
     assert b.validation() == pytest.approx(a.validation()[-validations:], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_features_that_add_a_loss_are_felt(runs):
     """Else the equalities above would hold without them."""
     routed, plain = runs["router losses"].grad_norms(), runs["no router loss"].grad_norms()

@@ -4,7 +4,7 @@ in every layout, the first value equal to plain PyTorch's.
 
 import pytest
 import torch
-from launch import Curves, run_cases
+from launch import Launch, Launches
 from small_world import (
     TOPK,
     TRAIN_SAMPLES,
@@ -60,16 +60,16 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(world) -> dict[str, Curves]:
+def runs(world) -> Launches:
     cached = [f"cache.path={world.parent}/cache-hidden", LAST]
     resident = [*online(world.parent, "fused_online"), PAIRS]
     export = f"export.hf_path={world.parent}/exported"
     balanced = [*cached, *BALANCED, *ADAM]
     checkpoints = world.parent / "balanced-checkpoints"
     saved = [f"bridge.checkpoint.{way}={checkpoints}" for way in ("save", "load")]
+    resumed = f"output_dir={world.parent}/runs/balanced-resumed"
     saved.append("bridge.scheduler.override_opt_param_scheduler=true")  # of 3 and of 6 iterations
-    one = run_cases(
-        world,
+    one = Launch(
         1,
         {
             "offline": [*cached, export],
@@ -77,15 +77,15 @@ def runs(world) -> dict[str, Curves]:
             "offline-micro-batch-4": [*cached, *BALANCED, "bridge.train.micro_batch_size=4"],
             "offline-balanced": [*cached, *BALANCED],
             "balanced-unbroken": balanced,
-            "balanced-resumed": [*balanced, *saved, "bridge.train.train_iters=3"],
+            "balanced-first-half": [*balanced, *saved, "bridge.train.train_iters=3", resumed],
+            "balanced-resumed": [*balanced, *saved],
             "offline-alone": [*cached, *COSINE_ALONE],
             "online-last": [*online(world.parent, "fused_online"), LAST],
             "online": resident,
             "online-alone": [*resident, *COSINE_ALONE],
         },
     )
-    two = run_cases(
-        world,
+    two = Launch(
         2,
         {
             "offline-tp2": [*cached, TP2],
@@ -100,24 +100,26 @@ def runs(world) -> dict[str, Curves]:
             "online-alone-dp2": [*resident, *COSINE_ALONE],
         },
     )
-    resumed = run_cases(world, 1, {"balanced-resumed": [*balanced, *saved]})
-    return one | two | resumed
+    return Launches(world, [one, two])
 
 
-EQUAL = [
+CORE = [
     ("offline", "offline-dense"),
+    ("offline", "offline-pp2"),
+    ("offline-balanced", "offline-balanced-sp"),
+    ("online", "online-sp"),
+]
+EXTENDED = [
     ("offline", "offline-tp2"),
     ("offline", "offline-sp"),
-    ("offline", "offline-pp2"),
     ("offline-balanced", "offline-micro-batch-4"),
-    ("offline-balanced", "offline-balanced-sp"),
     ("offline-balanced", "offline-dp2"),
     ("online", "online-tp2"),
-    ("online", "online-sp"),
     ("online", "online-pp2"),
     ("online-alone", "online-alone-sp"),
     ("online-alone", "online-alone-dp2"),
 ]
+EQUAL = [*CORE, *(pytest.param(*names, marks=pytest.mark.extended) for names in EXTENDED)]
 
 
 @pytest.mark.parametrize(("reference", "other"), EQUAL, ids=lambda name: name)
@@ -169,6 +171,7 @@ def test_the_first_value_is_that_of_plain_pytorch(world, runs):
     assert first == pytest.approx(sum(plain.values()) / 2, rel=1e-5)
 
 
+@pytest.mark.extended
 def test_hidden_states_alone_leave_the_logits_out(runs):
     for name in ("offline-alone", "online-alone"):
         curves = runs[name]
@@ -184,13 +187,16 @@ def test_a_balanced_loss_has_the_asked_share(runs):
     assert total == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.extended
 def test_a_resumed_run_balances_on(runs):
+    runs["balanced-first-half"]
     unbroken, resumed = runs["balanced-unbroken"], runs["balanced-resumed"]
     assert len(resumed.train()) == len(unbroken.train()) == 6
     assert resumed.train("total loss") == unbroken.train("total loss")
 
 
 def test_the_export_leaves_the_projection_out(world, runs):
+    assert runs["offline"].train()
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(

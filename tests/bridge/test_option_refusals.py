@@ -78,6 +78,7 @@ def profiled(world, output, profile) -> list:
     return [json.loads(line) for line in (output / "calls.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.extended
 def test_memory_of_iterations_10_to_13_is_recorded(world, tmp_path):
     calls = profiled(world, tmp_path, "memory")
     assert [finished for what, finished in calls if what == "start"] == [9, 10, 11, 12]

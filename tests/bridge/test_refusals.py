@@ -169,6 +169,7 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(world, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.extended
 def test_every_loader_reads_the_same_samples(world):
     """`single` and `batch` see one order whatever the workers; `cyclic` sees the host's, and all of
     the data.

@@ -90,6 +90,7 @@ def test_a_killed_run_ends_with_the_same_losses(unbroken, resumed):
     assert after.validation() == unbroken.validation()
 
 
+@pytest.mark.extended
 def test_a_finished_run_may_be_started_again(world, resumed):
     before, _ = resumed
     losses, last = before.train(), before.validation()[-1]

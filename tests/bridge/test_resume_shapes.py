@@ -3,6 +3,8 @@
 import pytest
 from launch import run_cases
 
+pytestmark = pytest.mark.extended
+
 TP2 = ["bridge.model.tensor_model_parallel_size=2"]
 COMMON = [
     "bridge.optimizer.optimizer=adam",

@@ -127,6 +127,7 @@ def test_a_loss_that_is_not_finite_names_its_samples(world, tmp_path):
     assert f"its samples are {record['samples']}" in ranks.output()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_one_rank_may_speak_for_all(world, tmp_path, name):
     ranks = start_ranks(2, *command(world, tmp_path))

@@ -7,6 +7,8 @@ import torch
 from launch import Curves, run_cases
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.extended
+
 RECOMPUTED = {
     "full": [
         "bridge.model.recompute_granularity=full",

@@ -1,9 +1,12 @@
 """A sweep with --tp 2: fresh groups of gloo ranks, comparison under TP, one rank that fails."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from warm import warm_python
 
 from megatron_kd.tools.benchmark import measure
 from megatron_kd.tools.benchmark.cases import BenchmarkConfig
@@ -68,6 +71,7 @@ def test_a_measurement_is_the_maximum_over_ranks():
 
 def test_sweep_over_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setattr(sys, "executable", warm_python("torch"))
     path, table = tmp_path / "config.yaml", tmp_path / "table.csv"
     path.write_text(
         "{implementations: [in_forward, dense, plain_kl_div], seq_tokens: [4096], "

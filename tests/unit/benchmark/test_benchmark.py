@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from warm import warm_python
 
 from megatron_kd.cli import main
 from megatron_kd.tools.benchmark import implementations, measure, sweep
@@ -347,7 +349,7 @@ def write_config(path: Path, **values) -> Path:
     return path
 
 
-def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys):
+def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys, monkeypatch):
     """Dense logits of 128 MiB do not fit into the limit; the fused loss does."""
     path = write_config(
         tmp_path / "config.yaml",
@@ -362,6 +364,7 @@ def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys):
         threads=1,
         memory_limit_gib=0.12,
     )
+    monkeypatch.setattr(sys, "executable", warm_python("torch"))
     table = tmp_path / "table.csv"
     assert main(["dev", "bench", str(path), "--output", str(table)]) == 0
     rows = {row["implementation"]: row for row in read_table(table)}
