@@ -25,6 +25,9 @@ from megatron_kd.files import (
 FORMAT = "megatron-kd sequences"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
+TRAIN, VALIDATION = "train", "validation"
+SPLITS = (TRAIN, VALIDATION, "test")
+"""The folders that prepared data, and a cache captured from it, are divided into."""
 PACKINGS = ("none", "naive", "block")
 MAX_MANIFEST_BYTES = 1 << 26
 

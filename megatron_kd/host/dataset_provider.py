@@ -9,9 +9,8 @@ from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
 
 from megatron_kd.config import CacheConfig, DataConfig, DistillConfig
 from megatron_kd.data.dataset import DistillDataset, SampleOptions
+from megatron_kd.data.sequence_format import TRAIN, VALIDATION
 from megatron_kd.data.sources import check_same_tokens, open_caches, open_sequences
-
-TRAIN, VALIDATION = "train", "validation"
 
 SPARE_ITEMS = 1 << 30
 """Items past the run's own. The host's sequential sampler refuses to start where nothing is left to

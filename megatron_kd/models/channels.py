@@ -52,7 +52,7 @@ class TeacherShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The kept indices, ascending. Layers choose their groups and feed-forward channels each."""
+    """The kept indices, ascending. Every layer has groups and feed-forward channels of its own."""
 
     layers: Channels
     """Teacher layers, in the student's order."""
@@ -63,11 +63,11 @@ class Selection:
     hidden: Channels
     """The hidden channels, the same in every layer."""
     norm_gains: Mapping[str, float] = field(default_factory=dict)
-    """Factor for each norm's weight, by the teacher's parameter name; absent ones stay."""
+    """Factor for each norm's weight, by the teacher's parameter name; others stay as they are."""
 
 
 def evenly_spaced_layers(total: int, keep: int) -> Channels:
-    """`keep` of `total` layers, the first and the last among them, with steps as equal as they go.
+    """`keep` of `total` layers, the first and the last among them, in steps as equal as can be.
 
     Raises:
         ValueError: That many layers cannot be kept so.
@@ -85,7 +85,7 @@ def checked_layers(total: int, layers: Sequence[int]) -> Channels:
     """An explicit list of layers, ascending.
 
     Raises:
-        ValueError: Empty, repeated, unordered, or out of the teacher's range.
+        ValueError: The list is empty, repeated, unordered, or leaves the teacher's range.
     """
     layers = tuple(layers)
     if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= total:
@@ -120,7 +120,7 @@ def checked_size(name: str, wanted: int | None, available: int) -> int:
     """A width to keep; None keeps all.
 
     Raises:
-        ValueError: Not from 1 to what the teacher has.
+        ValueError: The width does not lie between 1 and what the teacher has.
     """
     if wanted is None:
         return available

@@ -26,15 +26,15 @@ class Importance:
     """What a pass over calibration text measured."""
 
     ffn: np.ndarray
-    """[l, f]"""
+    """[l, f]: size of what each feed-forward channel adds to the residual stream."""
     kv_groups: np.ndarray
-    """[l, g]"""
+    """[l, g]: size of what each key/value group adds to the residual stream."""
     hidden: np.ndarray
-    """[h]"""
+    """[h]: each hidden channel's share of the mean square before the norms, summed over them."""
     norm_input_power: dict[str, np.ndarray]
     """[h] for each norm's weight: mean square of what enters it."""
     tokens: int
-    """How many were measured."""
+    """How many tokens were measured."""
 
 
 def measure(

@@ -120,7 +120,9 @@ def student_config(config, selection: Selection):
 
 
 def _compact(kept: tuple[tuple[int, ...], ...], available: int):
-    """ "all" where nothing was cut, one list where every layer kept the same, else one for each."""
+    """Kept channels for the record: "all" where nothing was cut, one list where all layers kept the
+    same, else a list for each layer.
+    """
     if all(len(channels) == available for channels in kept):
         return "all"
     if len(set(kept)) == 1:

@@ -6,5 +6,6 @@ LINE_WIDTH = 140  # of output that goes to no terminal: rich would take 80 and b
 
 
 def table_console() -> Console:
+    """A console as wide as the terminal, or of LINE_WIDTH where the output goes to none."""
     console = Console()
     return console if console.is_terminal else Console(width=LINE_WIDTH)

@@ -6,19 +6,19 @@ from matplotlib.figure import Figure
 
 INK = "#1f2937"
 OURS = "#2563eb"
-"""What this package computes, and scores of its students."""
+"""Color of what this package computes, and of its students' scores."""
 
 OTHERS = "#9ca3af"
-"""What other packages compute."""
+"""Color of what other packages compute."""
 
 BASELINE = "#111827"
-"""What everything else is measured against."""
+"""Color of what everything else is measured against."""
 
 FAINT = "#6b7280"
 
 
 def panels(count: int, width_inches: float, height_inches: float, **options) -> tuple[Figure, list]:
-    """A figure of `count` panels side by side. options: of matplotlib's `Figure.subplots`."""
+    """A figure of `count` panels side by side. The options go to matplotlib's `subplots`."""
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
 

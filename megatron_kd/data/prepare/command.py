@@ -16,7 +16,7 @@ from megatron_kd.data.prepare.documents import DocumentTokenizer, default_bos, t
 from megatron_kd.data.prepare.packing import OVERLONG, DocumentSlice, assemble, best_fit, cut
 from megatron_kd.data.prepare.records import FIELDS, read_records
 from megatron_kd.data.prepare.split import validation_documents
-from megatron_kd.data.sequence_format import PACKINGS
+from megatron_kd.data.sequence_format import PACKINGS, TRAIN, VALIDATION
 from megatron_kd.data.sequences import SequenceWriter
 from megatron_kd.files import published_directory, sha256_json
 
@@ -137,9 +137,9 @@ def prepare(
                 "corpus": hashlib.sha256(b"".join(store.digests)).hexdigest(),
                 "skipped_records": skipped,
             }
-            parts = {"train": [d for d in range(len(store)) if not held_out[d]]}
+            parts = {TRAIN: [d for d in range(len(store)) if not held_out[d]]}
             if held_out.any():
-                parts["validation"] = [d for d in range(len(store)) if held_out[d]]
+                parts[VALIDATION] = [d for d in range(len(store)) if held_out[d]]
             manifests = {
                 name: _write_split(folder / name, name, documents, store, options, description)
                 for name, documents in parts.items()

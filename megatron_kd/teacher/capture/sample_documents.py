@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_kd.data.sequence_format import SPLITS
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument, TeacherRows
-
-SPLITS = ("train", "validation", "test")
 
 
 def find_splits(data: str | os.PathLike) -> dict[str, Path]:

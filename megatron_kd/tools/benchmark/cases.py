@@ -67,10 +67,10 @@ class BenchmarkConfig:
     """CPU threads per rank; None: the machine's, divided among the ranks."""
 
     warm_up_iterations: Integer = 2
-    """Not timed; the first one compiles."""
+    """Iterations before the timed ones; the first compiles."""
 
     iterations: Integer = 5
-    """Timed; the same number on every rank."""
+    """Timed iterations, the same number on every rank."""
 
     memory_limit_gib: Number | None = None
     """CPU only: what all ranks together may allocate; None: four fifths of what is free."""
@@ -100,7 +100,7 @@ class BenchmarkConfig:
             raise ValueError(f"vocab {self.vocab} must be divisible by tp {self.tp}")
 
     def cases(self, threads: int, memory_limit_bytes: int | None) -> list[Case]:
-        """Every case, those of one length together, its bare products first."""
+        """Every case once; those of one length are together, its bare products first."""
         names = list(dict.fromkeys([BARE, *self.implementations]))
         cases = {}
         for length, name in itertools.product(self.seq_tokens, names):
@@ -125,7 +125,7 @@ class BenchmarkConfig:
 
 
 def read_config(path, overrides=()) -> BenchmarkConfig:
-    """A YAML file (with `include`) and `key=value` overrides, checked.
+    """The checked sweep of a YAML file (with `include`) and `key=value` overrides.
 
     Raises:
         ConfigError: Names the key, what was expected, and the nearest known key.

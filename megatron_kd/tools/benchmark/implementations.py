@@ -50,7 +50,7 @@ class Implementation:
     backend gets, which turns the compiler off."""
 
     missing: Callable[[torch.device], str | None] = lambda device: None
-    """Why it cannot run on a device here, or None."""
+    """Says why it cannot run on a device here; None where it can."""
 
 
 def bare_products(inputs: Inputs) -> None:
@@ -233,5 +233,5 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         missing=peers.torch_missing,
     ),
 }
-# What the others of their quantity are compared with before they are timed.
+# By quantity, the implementation that all others are compared with before they are timed.
 REFERENCES = {"topk": "dense", "online": "dense_online", "labels": "labels_fused"}

@@ -20,7 +20,7 @@ LOST_NATS = 0.1
 
 
 class Inputs:
-    """Made on first use, so that a case holds only what its implementation reads."""
+    """Tensors made on first use, so that a case holds only what its implementation reads."""
 
     def __init__(
         self,

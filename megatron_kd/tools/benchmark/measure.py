@@ -1,4 +1,4 @@
-"""Time and peak memory of one case on this rank; what is wrong is not timed.
+"""Time and peak memory of one case on this rank; a case with a wrong result is not timed.
 
 Shapes: s sequence, h hidden, v vocabulary, vp = v / tp.
 """
@@ -40,7 +40,7 @@ def make_inputs(case: Case, group=None, **changes) -> Inputs:
 
 
 def step(implementation: Implementation, inputs: Inputs):
-    """One forward and backward pass; the loss [] or None."""
+    """Run one forward and backward pass; returns the loss [], or None where there is none."""
     inputs.clear_gradients()
     backend = implementation.backend
     with kernels.use_backend(backend) if backend else contextlib.nullcontext():
@@ -83,7 +83,7 @@ def check_case(case: Case, group=None) -> None:
 
 
 def timed_step_ms(implementation: Implementation, inputs: Inputs) -> float:
-    """On all ranks from a common start; the device is idle before and after."""
+    """Time of one step that all ranks start together, the device idle before and after it."""
     if inputs.group is not None:
         dist.barrier(inputs.group)
     _wait(inputs.device)
@@ -109,7 +109,7 @@ def transient_bytes(peak: int, inputs: Inputs) -> int:
 
 
 def measure(case: Case, group=None) -> dict:
-    """Fixed numbers of iterations, every one the maximum over ranks.
+    """Measure a case over a fixed number of iterations, each the maximum over ranks.
 
     Returns:
         times_ms, peak_memory_bytes, transient_memory_bytes.

@@ -38,7 +38,7 @@ def peak_bytes(call, device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch's CPU allocator has no exception type of its own."""
+    """Whether an error says that memory ran out; the CPU allocator has no exception type for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     signs = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def limit_address_space(growth_bytes: int) -> None:
-    """Let this process's address space grow by no more than that; beyond it allocation fails."""
+    """Let this process's address space grow by no more than growth_bytes; then allocation fails."""
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

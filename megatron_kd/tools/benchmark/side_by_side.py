@@ -27,7 +27,7 @@ ORDER_SEED = 0
 
 
 def measure_side_by_side(cases: list[Case], chunk_tokens: int) -> list[tuple[Case, dict]]:
-    """cases: of one shape. Returns each with an outcome as `measure` gives it."""
+    """Measure cases of one shape in turn; returns each with an outcome as `measure` gives it."""
     inputs = make_inputs(cases[0], chunk_tokens=chunk_tokens)
     outcomes = {case: _prepare(case, inputs) for case in cases}
     running = [case for case in cases if outcomes[case]["status"] == "ok"]
@@ -43,7 +43,11 @@ def measure_side_by_side(cases: list[Case], chunk_tokens: int) -> list[tuple[Cas
 
 
 def _prepare(case: Case, inputs) -> dict:
-    """Compared, warm, its memory measured; no times yet."""
+    """Compare a case with its reference, warm it up and measure its memory.
+
+    Returns:
+        An outcome as `measure` gives it, its lists of times still empty.
+    """
     implementation = IMPLEMENTATIONS[case.implementation]
     missing = implementation.missing(torch.device(case.device))
     if missing:

@@ -84,7 +84,7 @@ def memory_limit_bytes(config: BenchmarkConfig) -> int | None:
 
 
 def run_case(case: Case, timeout_s: float) -> dict:
-    """The worst outcome of a fresh group of processes, one per rank; of equals rank 0's."""
+    """The worst outcome of a fresh group of processes, one per rank; rank 0's among equals."""
     variables = {k: v for k, v in os.environ.items() if k not in COMPILER_SWITCHES}
     variables["OMP_NUM_THREADS"] = str(case.threads)
     if case.device == "cpu":
@@ -112,7 +112,9 @@ def run_case(case: Case, timeout_s: float) -> dict:
 
 
 def _wait_for(ranks, folder: Path, deadline: float) -> bool:
-    """Until all are done, or one failed (the rest would wait for it); whether it took too long."""
+    """Wait until all are done or one has failed, for which the rest would wait; returns whether the
+    deadline passed first.
+    """
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         ended = [i for i, code in enumerate(codes) if code is not None]
@@ -151,9 +153,9 @@ def _sweep(config: BenchmarkConfig, cases: list[Case], measured_at: dict, table,
         row = row_of(case, "sweep", outcome, bare_times(case, bare), measured_at)
         table.add(row)
         chunk = "" if case.chunk_tokens is None else f", chunk {case.chunk_tokens}"
-        told = f"{row['time_median_ms']} ms" if row["status"] == "ok" else row["status"]
+        shown = f"{row['time_median_ms']} ms" if row["status"] == "ok" else row["status"]
         console.print(
-            f"{case.implementation}, {case.seq_tokens} tokens{chunk}: {told}", highlight=False
+            f"{case.implementation}, {case.seq_tokens} tokens{chunk}: {shown}", highlight=False
         )
 
 

@@ -64,8 +64,11 @@ def row_of(
 ) -> dict:
     """A row from the outcome of `measure` (or only its status and note).
 
-    bare_ms: The bare products' times at the same shape. side_by_side: of the same rounds, and
-    bare_cpu_ms their processor times.
+    Args:
+        mode: `sweep`, or `side_by_side` where all cases took turns in one process.
+        bare_ms: The bare products' times at the same shape; side by side, of the same rounds.
+        measured_at: The columns of `environment.describe`, and the date.
+        bare_cpu_ms: Processor times of the bare products, measured side by side only.
     """
     implementation = IMPLEMENTATIONS[case.implementation]
     row = dict.fromkeys(COLUMNS, "")
@@ -110,7 +113,7 @@ def row_of(
 
 
 class TableWriter:
-    """Rows are on disk as soon as they are measured."""
+    """Writes a CSV whose rows are on disk as soon as they are measured."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,9 @@ def bare_key(case: Case) -> tuple:
 
 
 def bare_times(case: Case, measured: dict[tuple, list[float]]) -> list[float] | None:
-    """Those of the same length and chunk; the fastest chunk for what takes no chunk size."""
+    """Times of the bare products at a case's length and chunk size; a case without a chunk size is
+    compared with the fastest chunk.
+    """
     if case.chunk_tokens is not None:
         return measured.get(bare_key(case))
     same = [times for (length, _), times in measured.items() if length == case.seq_tokens]

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def check_machine(*, with_host: bool = True) -> Iterator[Finding]:
-    """Python, GPUs, communication libraries, packages, the host's import, in this order.
+    """Findings on Python, GPUs, communication, packages and the host's import, in this order.
 
     Args:
         with_host: Import the host, which takes most of the time; it is left out all the same where

@@ -19,13 +19,13 @@ class LayerActivations:
     """Bytes per position of one layer on one rank."""
 
     kept: float
-    """From the forward pass to the layer's backward pass."""
+    """Kept from the layer's forward pass to its backward pass."""
 
     rebuilt: float
     """All that the layer's backward pass needs: `kept` and what recomputation brings back."""
 
     gradients: float
-    """Largest gradients alive beside that."""
+    """The largest gradients that are alive at once beside `rebuilt`."""
 
 
 def layer_activations(
@@ -99,7 +99,7 @@ def _parts(shape: ModelShape, layer: LayerShape, settings: RunSettings) -> dict[
 
 
 def _dropped(settings: RunSettings, is_moe: bool) -> set[str]:
-    """What selective recomputation rebuilds, by Megatron-Core's names of modules."""
+    """Names of the parts that selective recomputation rebuilds, as the settings' modules say."""
     dropped = set()
     by_module = {
         "core_attn": {"log-sum-exp"},  # flash attention's output is the next product's input

@@ -16,7 +16,7 @@ class GPU:
 
     bandwidth_gb_s: float
     link_gb_s: float
-    """To one other GPU of the node, one direction."""
+    """Bandwidth of the link to one other GPU of the node, in one direction."""
 
     @property
     def memory_bytes(self) -> int:

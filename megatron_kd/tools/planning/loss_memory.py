@@ -50,7 +50,13 @@ class LossMemory:
 def loss_memory(
     impl: str, student: ModelShape, settings: RunSettings, gpu_bytes: int, teacher=None
 ) -> LossMemory:
-    """impl: `dense`, `sparse_chunked`, `fused_chunked`, `online_dense` or `fused_online`."""
+    """Bytes that logits and loss take on each rank of the last stage.
+
+    Args:
+        impl: `dense`, `sparse_chunked`, `fused_chunked`, `online_dense` or `fused_online`.
+        gpu_bytes: The GPU's memory, of which an automatic chunk takes a share.
+        teacher: The teacher's shape; the two online losses need it.
+    """
     value_bytes, positions = settings.value_bytes, settings.positions
     vocab, width = rank_vocab(student, settings), student.hidden_size
     split = settings.tensor_parallel if settings.sequence_parallel else 1

@@ -67,7 +67,7 @@ class ModelShape:
         )
 
     def active_parameters(self, layer: LayerShape) -> float:
-        """What one token is multiplied with in a layer."""
+        """Parameters of a layer that one token is multiplied with: of the experts, only its own."""
         share = self.experts_per_token / self.experts if layer.experts else 0
         return layer.sharded + share * layer.experts
 

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from megatron_kd.cache.codecs import CODECS, bytes_per_position
 from megatron_kd.config import DistillConfig, from_recipe
+from megatron_kd.data.sequence_format import SPLITS
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.planning import plan_tables
 from megatron_kd.tools.planning.gpus import GPUS, gpu
@@ -20,12 +21,7 @@ from megatron_kd.tools.planning.model_shape import shape_of_directory
 from megatron_kd.tools.planning.run_plan import RunPlan
 from megatron_kd.tools.planning.run_settings import from_config, split_manifest
 from megatron_kd.tools.planning.stage_memory import ONLINE
-from megatron_kd.tools.planning.time_cost import (
-    EFFICIENCY,
-    capture_seconds,
-)
-
-SPLITS = ("train", "validation")
+from megatron_kd.tools.planning.time_cost import EFFICIENCY, capture_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     for line in plan_tables.assumptions(plan):
         console.print(f"  • {line}", highlight=False)
     if args.png:
-        _draw_plan(args.png, plan)
+        from megatron_kd.tools import figures
+
+        figures.save(plan_figure(plan), args.png)
         console.print(f"figure: {args.png}", highlight=False, soft_wrap=True)
     return 0
 
@@ -95,7 +93,7 @@ def make_plan(args: argparse.Namespace) -> tuple[RunPlan, DistillConfig]:
 class DataSize:
     samples: int
     positions: int
-    """Supervised ones, which the cache has rows for."""
+    """Supervised positions, for each of which the cache has a row."""
 
     source: str
 
@@ -150,21 +148,20 @@ def _print_models(console: Console, plan: RunPlan) -> None:
             )
 
 
-def _draw_plan(path: str, plan: RunPlan) -> None:
-    from megatron_kd.tools import figures
+def plan_figure(plan: RunPlan):
+    """The figure of a plan: the fullest rank's memory with every loss, those online first."""
     from megatron_kd.tools.planning.memory_figure import figure_of
 
     bars = {impl: plan.fullest(impl) for impl in plan.impls}
     order = [impl for impl in ONLINE if impl in bars] + [x for x in bars if x not in ONLINE]
     settings = plan.settings
-    figure = figure_of(
+    return figure_of(
         {impl.replace("_", "\n", 1): bars[impl] for impl in order},
         title=f"{plan.student.name}, {settings.sequence_length} tokens × {settings.micro_batch}, "
         f"recompute {settings.recompute.mode}",
         limit_gib=plan.gpu.memory_gib,
         limit_name=plan.gpu.name,
     )
-    figures.save(figure, path)
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A plan as tables."""
+"""The plan of a run as tables for the console, and the assumptions behind its numbers."""
 
 from rich.table import Table
 

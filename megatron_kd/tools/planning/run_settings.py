@@ -43,7 +43,7 @@ class RunSettings:
 
     gradient_bytes: int = 4
     state_bytes: int = 12
-    """Optimizer's bytes per parameter: fp32 main weights and states."""
+    """The optimizer's bytes per parameter: fp32 main weights and states."""
 
     distributed_optimizer: bool = False
     vocab_divisor: int = 128
@@ -52,7 +52,7 @@ class RunSettings:
     loss: LossConfig = field(default_factory=LossConfig)
     topk: int = 100
     lora: LoraConfig | None = None
-    """Adapters; all else is frozen."""
+    """Adapters are trained and all else is frozen; None trains everything."""
 
     uncounted_freeze: str | None = None
     """The recipe's key that freezes a part which is counted as trained all the same."""
@@ -166,7 +166,7 @@ def _section(config: DistillConfig, name: str) -> Mapping:
 
 
 def _refuse(config, model, ddp, optimizer) -> None:
-    """What would make the numbers wrong without a word."""
+    """Refuse settings that the plan does not cover and whose numbers would be silently wrong."""
     dist = _section(config, "dist")
     uncovered = {
         "bridge.ddp.use_megatron_fsdp": ddp.get("use_megatron_fsdp"),

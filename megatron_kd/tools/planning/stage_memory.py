@@ -57,7 +57,7 @@ def plan_memory(
     teacher: ModelShape | None = None,
     loss: LossMemory | None = None,
 ) -> list[StageMemory]:
-    """One entry per pipeline stage.
+    """Peak memory of every pipeline stage, in the stages' order.
 
     Args:
         loss: What logits and loss take, in place of what this library's implementation takes.
@@ -76,6 +76,7 @@ def plan_memory(
 
 
 def peak_bytes(student, settings, **keywords) -> float:
+    """Peak of the fullest pipeline stage; keywords are those of `plan_memory`."""
     return max(stage.total for stage in plan_memory(student, settings, **keywords))
 
 

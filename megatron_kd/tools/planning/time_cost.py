@@ -53,7 +53,9 @@ class StepTime:
 
 
 def forward_flops(shape: ModelShape, sequence_length: int) -> float:
-    """Per token, the layers alone."""
+    """Floating point operations of one token's forward pass through the layers, without the output
+    matrix.
+    """
     attention = 2 * sequence_length * shape.heads * shape.head_dim
     return sum(2 * shape.active_parameters(layer) + attention for layer in shape.layers)
 
@@ -68,7 +70,13 @@ def step_time(
     teacher: ModelShape | None = None,
     efficiency: float = EFFICIENCY,
 ) -> StepTime:
-    """trained_parameters: on the rank that has most of them."""
+    """Time of one training step of all micro-batches.
+
+    Args:
+        trained_parameters: Parameters with gradients on the rank that has most of them.
+        teacher: The teacher's shape where its forward pass is part of the step.
+        efficiency: Share of the GPU's peak that products and attention reach.
+    """
     tokens = settings.sequence_length * settings.global_batch
     body = forward_flops(student, settings.sequence_length)
     head = 2 * student.vocab_size * student.hidden_size

@@ -111,7 +111,7 @@ def compare(student: dict, teacher: dict) -> list[dict]:
 
 
 def _metrics(task: str, values: dict) -> list[str]:
-    """What to report of one task: its headline metric, or, for RULER, each length's score."""
+    """The metrics to report of a task: its headline metric, or, for RULER, each length's score."""
     lengths = [name for name in values if name.split(",")[0].isdigit() and values[name] != -1]
     if lengths:
         return lengths

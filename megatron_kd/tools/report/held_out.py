@@ -97,7 +97,7 @@ def held_out_scores(
 
 
 def _texts(sequences, limit: int | None):
-    """What is read as one text: (tokens [1, n], supervised [n − 1])."""
+    """Every text that a model reads at once: (tokens [1, n], whether supervised [n − 1])."""
     import torch
 
     apart = sequences.manifest["packing"] == "block"

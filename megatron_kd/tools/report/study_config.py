@@ -15,13 +15,13 @@ class StudyRun:
     """`key=value`, over the recipe's own values."""
 
     title: str | None = None
-    """How tables call it; null takes the run's name."""
+    """What tables and figures call the run; null takes its name."""
 
     series: str | None = None
-    """The line it belongs to in a section of kind `lines`."""
+    """Name of the line that the run is a point of, in a section of kind `lines`."""
 
     x: Number | None = None
-    """Its place on that line."""
+    """The run's place on the horizontal axis, in a section of kind `lines`."""
 
 
 @config_section
@@ -38,7 +38,8 @@ class StudySection:
 class StudyConfig:
     recipe: str
     command: str
-    """What trains: it is given `--config RECIPE` and overrides, and must not return before the end.
+    """The command that trains. It is given `--config RECIPE` and overrides, and must not return
+    before training has ended.
     """
 
     output_dir: str

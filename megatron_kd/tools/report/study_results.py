@@ -12,12 +12,12 @@ from megatron_kd.tools.report.held_out import Scores
 from megatron_kd.tools.report.study_config import StudyConfig
 
 SCORES_FILE = "held_out.json"
-"""Beside a trained student: its held-out scores, and by what they were measured."""
+"""The file beside a trained student that has its held-out scores and how they were measured."""
 
 
 @dataclass
 class Row:
-    """One trained student; a line of the table."""
+    """One trained student, which is one line of the table."""
 
     run: str
     seed: int
@@ -82,8 +82,8 @@ def write_table(rows: list[Row], path: Path) -> None:
 
 
 def summary(study: StudyConfig, rows: list[Row]) -> str:
-    """Markdown: a table per section, mean ± standard deviation over seeds. Time and memory are in
-    those of kind `curves` alone: the other sections' runs may have shared the machine.
+    """Markdown: a table per section, mean ± standard deviation over seeds. Only
+    sections of kind `curves` have time and memory: runs of the others may have shared the machine.
     """
     parts = []
     for section in study.sections.values():
@@ -114,7 +114,7 @@ def summary(study: StudyConfig, rows: list[Row]) -> str:
 
 
 def mean_sd(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds, of one seed with a deviation of 0."""
+    """Mean and standard deviation over seeds; the deviation of a single seed is 0."""
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 

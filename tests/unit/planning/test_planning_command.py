@@ -8,15 +8,17 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.cache.codecs import bytes_per_position
 from megatron_kd.cli import main
 from megatron_kd.config import from_recipe
 from megatron_kd.tools.planning.gpus import gpu
-from megatron_kd.tools.planning.memory_figure import figure_of
+from megatron_kd.tools.planning.memory_figure import COLORS, figure_of
 from megatron_kd.tools.planning.model_shape import shape_of_directory
-from megatron_kd.tools.planning.plan_command import add_arguments, make_plan
+from megatron_kd.tools.planning.plan_command import add_arguments, make_plan, plan_figure
 from megatron_kd.tools.planning.run_settings import Recompute, from_config
 
 GIB = 1 << 30
@@ -90,7 +92,16 @@ def test_prints_tables_and_draws(recipe, llama_directory, tmp_path, capsys):
         "selective (mlp)",
     ):
         assert text in shown
-    assert png.is_file()
+    drawn = (255 * imread(png)[..., :3]).round().astype(int)
+    for component in ("weights", "optimizer"):
+        assert (drawn == [round(255 * x) for x in to_rgb(COLORS[component])]).all(-1).any()
+    plan = plan_of(file, "--teacher", str(teacher))
+    (axes,) = plan_figure(plan).axes
+    losses = ["online_dense", "fused_online", "dense", "sparse_chunked", "fused_chunked"]
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == [loss.replace("_", "\n") for loss in losses]
+    peaks = [text.get_text() for text in axes.texts]
+    assert peaks == [f"{plan.fullest(loss).total / GIB:.3g}" for loss in losses]
 
 
 def test_bars_stack_to_the_planned_peaks(recipe):
