@@ -26,11 +26,10 @@ from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 from megatron_kd.config import DistillConfig
-from megatron_kd.host import versions
+from megatron_kd.host import sharded_weights, versions
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
-from megatron_kd.host.parameters import sharded
 from megatron_kd.typed_mapping import ConfigError, update
 
 # key → (required value, why). `checks` refuses a user who asks for another value.
@@ -162,7 +161,7 @@ def _adapt_provider(provider, hf_path: str, load_weights: bool, on_cpu: bool) ->
     if load_weights:
         weights_complete.check_loading(provider, str(hf_path))
     # After the weights' own hook, before anything of ours.
-    for hook in (*versions.current().model_hooks, sharded.refuse_unmarked):
+    for hook in (*versions.current().model_hooks, sharded_weights.refuse_unmarked):
         provider.register_pre_wrap_hook(hook)
 
 

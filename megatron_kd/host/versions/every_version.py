@@ -1,5 +1,6 @@
 """Changes that every version of the host tested so far needs, on GPUs too."""
 
+import importlib
 import importlib.util
 import logging
 
@@ -21,6 +22,15 @@ def skip_needless_compilation() -> None:
         return
     if hasattr(initialize, "compile_helpers"):
         initialize.compile_helpers = _helpers_are_compiled
+
+
+def compiled_helpers_fault() -> str | None:
+    """Why the compiled index helper of megatron-core cannot be used; None where it can."""
+    try:
+        importlib.import_module(COMPILED_HELPERS)
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def _helpers_are_compiled() -> None:

@@ -86,7 +86,7 @@ def mark_sharded_parameters(model: list) -> list:
     weights. Without it the shards of ranks above 0 count as duplicates: they drop out of the
     gradient norm, and clipping is wrong under tensor parallelism.
     """
-    from megatron_kd.host.parameters.sharded import sharded_weights
+    from megatron_kd.host.sharded_weights import sharded_weights
 
     for _, weight, dim in sharded_weights(model):
         weight.tensor_model_parallel = True

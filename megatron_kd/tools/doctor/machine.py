@@ -119,6 +119,7 @@ def _transformer_engine() -> Iterator[Finding]:
 def _host() -> Iterator[Finding]:
     from megatron_kd.host import versions
     from megatron_kd.host.cpu import backend as cpu_backend
+    from megatron_kd.host.versions import every_version
 
     try:
         cpu_backend.activate()
@@ -139,13 +140,12 @@ def _host() -> Iterator[Finding]:
         else:
             yield Finding("warning", name, f"{version}, not tested", f"tested: {', '.join(tested)}")
     yield Finding("ok", "nvidia-modelopt", str(_version("nvidia-modelopt")))
-    try:
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-    except ImportError as error:
+    fault = every_version.compiled_helpers_fault()
+    if fault is not None:
         yield Finding(
             "fault",
             "megatron-core helper",
-            f"the compiled dataset helper does not import: {error}",
+            f"the compiled dataset helper does not import: {fault}",
             "reinstall the megatron-core wheel of this Python version",
         )
 
