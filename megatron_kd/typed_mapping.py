@@ -268,12 +268,11 @@ def _hints(cls: type) -> dict:
     for base in reversed(cls.__mro__):
         module = importlib.import_module(base.__module__)
         for name, annotation in vars(base).get("__annotations__", {}).items():
-            if isinstance(annotation, str):
-                try:
-                    annotation = eval(annotation, vars(module), dict(vars(base)))
-                except (NameError, TypeError, AttributeError, SyntaxError):
-                    annotation = Any
-            hints[name] = annotation
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            try:
+                hints |= typing.get_type_hints(alone, vars(module), dict(vars(base)))
+            except (NameError, TypeError, AttributeError, SyntaxError):
+                hints[name] = Any
     return hints
 
 

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack 0.3|0.6]
-# 0.3, the default, goes to .venv; 0.6 to .venv-0.6 beside it.
+# Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack VERSION]
+# The stacks are those of scripts/requirements. The oldest, the default, goes to .venv, another to .venv-VERSION beside it.
 # Needs Python 3.11 or 3.12 and a package index, nothing else. No CUDA build is installed: on GPUs use the NGC PyTorch
 # container and `pip install -e .[bridge]` instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-stack=0.3
+lists=scripts/requirements
+mapfile -t stacks < <(ls $lists | sed -n 's/^stack-\([0-9.]*\)\.txt$/\1/p' | sort --version-sort)
+stack=${stacks[0]}
 while (($#)); do
     case $1 in
-        --stack) stack=${2:?--stack needs a version, 0.3 or 0.6}; shift 2 ;;
-        *) echo "setup.sh: unknown option $1 (known: --stack 0.3, --stack 0.6)" >&2; exit 2 ;;
+        --stack) stack=${2:?--stack needs a version, one of ${stacks[*]}}; shift 2 ;;
+        *) echo "setup.sh: unknown option $1 (known: --stack VERSION, one of ${stacks[*]})" >&2; exit 2 ;;
     esac
 done
-lists=scripts/requirements
 if [[ ! -f $lists/stack-$stack.txt ]]; then
-    echo "setup.sh: no stack $stack; there are: $(ls $lists | sed -n 's/^stack-\([0-9.]*\)\.txt$/\1/p' | xargs)" >&2
+    echo "setup.sh: no stack $stack; there are: ${stacks[*]}" >&2
     exit 2
 fi
 venv=.venv
-[[ $stack == 0.3 ]] || venv=.venv-$stack
+[[ $stack == "${stacks[0]}" ]] || venv=.venv-$stack
 
 # The environment is complete when the stamp holds the hash of what it was made from.
 wanted=$(cat $lists/stack-$stack*.txt pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
@@ -40,8 +41,8 @@ rm -rf "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 # The constraints hold every package of the environment, so pip has nothing to resolve, and two of them share the work.
 pinned=$lists/stack-$stack-constraints.txt
-anyway=()
-[[ $stack != 0.6 ]] || anyway=(--ignore-requires-python) # why: stack-0.6-nodeps.txt
+# Options of pip that a host needs stand in its list, each with its reason: "# pip: --option".
+read -ra anyway < <(sed -n 's/^# pip: //p' $lists/stack-$stack-nodeps.txt | xargs)
 "${pip[@]}" --no-deps "${anyway[@]}" $(grep '^torch==' $pinned) -r $lists/stack-$stack-nodeps.txt &
 "${pip[@]}" --no-deps -r <(grep -v '^torch==' $pinned)
 wait $!
