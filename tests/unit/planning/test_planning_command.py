@@ -148,6 +148,8 @@ def test_reads_the_bridge_section(recipe):
         file, "bridge.mixed_precision=bf16_mixed", "bridge.ddp.grad_reduce_in_fp32=false"
     )
     assert named.gradient_bytes == 4  # the host's named precision sets it again
+    fp32 = settings_of(file, "bridge.mixed_precision=fp32")
+    assert (fp32.value_bytes, fp32.gradient_bytes, fp32.state_bytes) == (4, 4, 6)  # no main weights
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,33 @@ def test_data_on_disk_says_length_and_size(recipe, tmp_path, capsys):
     assert (settings.sequence_length, settings.topk) == (128, 20)
     assert main(["plan", file]) == 0
     assert "Cache: 1,000 rows" in capsys.readouterr().out
+
+
+def test_prepared_data_says_how_many_rows_a_cache_of_it_has(recipe, tmp_path, capsys):
+    for split, tokens in (("train", 900), ("validation", 90), ("test", 9)):
+        folder = tmp_path / "data" / split
+        folder.mkdir(parents=True)
+        manifest = {"samples": 10, "supervised_tokens": tokens, "seq_length": 128}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["plan", recipe(model={}), f"data.path={tmp_path / 'data'}"]) == 0
+    shown = capsys.readouterr().out
+    assert "Data: 30 sequences, 3,840 tokens (the data on disk)" in shown
+    assert "Cache: 999 rows" in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "marked"),
+    [
+        ("bridge.model.recompute_modules=[mlp]", "none"),  # of no effect without a granularity
+        ("bridge.model.recompute_granularity=full", "full"),
+        ("bridge.model.recompute_granularity=selective", "selective (core_attn)"),
+    ],
+)
+def test_the_recipes_recompute_mode_is_marked(recipe, override, marked, capsys):
+    assert main(["plan", recipe(), override]) == 0
+    table = capsys.readouterr().out.split("By recompute mode")[1]
+    rows = [line.strip("│ ").split("│")[0].strip() for line in table.splitlines()]
+    assert [row for row in rows if "◂" in row] == [f"{marked} ◂"]
 
 
 def test_an_online_recipe_needs_a_teacher_and_marks_its_loss(recipe, llama_directory, capsys):

@@ -66,6 +66,9 @@ def test_eighteen_bytes_per_parameter_and_the_distributed_optimizers_share(stude
     four = parts(student, run)
     assert four["optimizer"] == one["optimizer"] / 4
     assert (four["weights"], four["gradients"]) == (one["weights"], one["gradients"])
+    # Ranks that share a sequence hold the same parameters, so they share the states as well.
+    context = parts(student, replace(run, context_parallel=2))
+    assert context["optimizer"] == four["optimizer"]
 
 
 def test_adapters_alone_have_gradients_and_states():
