@@ -343,9 +343,6 @@ CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
 
 def run_checks(rank: int, folder: Path) -> dict[str, str | None]:
     """Name of a check → the traceback of its failure, or None."""
-    from megatron_kd.host.cpu import backend as cpu_backend
-
-    cpu_backend.activate()
     found = {}
     for name in CHECKS:
         own = folder / name
@@ -360,7 +357,7 @@ def run_checks(rank: int, folder: Path) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_ranks(1, run_checks, tmp_path_factory.mktemp("parts"))[0]
+    return run_ranks(1, run_checks, tmp_path_factory.mktemp("parts"), host=True)[0]
 
 
 @pytest.mark.parametrize("name", CHECKS)
