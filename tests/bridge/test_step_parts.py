@@ -322,7 +322,7 @@ def check_a_teacher_keeps_its_shape_and_is_frozen(folder):
 
 def check_layers_to_compare_exist(folder):
     from megatron_kd.config import HiddenStatesConfig
-    from megatron_kd.host.online.hidden_layers import check_layers
+    from megatron_kd.host.checks.online import _check_layers as check_layers
     from megatron_kd.typed_mapping import ConfigError
 
     student = SimpleNamespace(num_layers=2, recompute_granularity=None)
