@@ -14,7 +14,7 @@ from tiny_models import write_model
 from megatron_kd import cli
 from megatron_kd.data.sequences import SequenceReader, SequenceWriter
 from megatron_kd.models.channels import Selection, TeacherShape
-from megatron_kd.models.importance import documents_of, measure, select_important
+from megatron_kd.models.importance import Importance, documents_of, measure, select_important
 from megatron_kd.models.prune import write_student
 
 TOKENS = torch.arange(3, 23)[None]
@@ -171,6 +171,28 @@ def test_another_tokenizers_data_is_refused(tmp_path):
         measure(tmp_path / "teacher", [np.array([1, 61])], max_tokens=10)
     with pytest.raises(ValueError, match="no documents"):
         measure(tmp_path / "teacher", [], max_tokens=10)
+
+
+@pytest.mark.parametrize(("max_tokens", "read"), [(1, 10), (10, 10), (11, 20), (99, 30)])
+def test_reading_stops_after_the_document_that_reaches_the_limit(max_tokens, read, tmp_path):
+    write_model("llama", tmp_path / "teacher")
+    documents = [np.arange(3, 13)] * 3
+    assert measure(tmp_path / "teacher", documents, max_tokens=max_tokens).tokens == read
+
+
+def test_of_equally_important_channels_the_first_are_kept():
+    """Which they are must not depend on the machine that sorts."""
+    shape = TeacherShape(layers=2, heads=8, kv_groups=8, head_dim=4, ffn_size=64, hidden_size=32)
+    ffn = np.ones((2, 64))
+    ffn[1, 50:] = 2
+    equal = Importance(
+        ffn=ffn, kv_groups=np.ones((2, 8)), hidden=np.ones(32), norm_input_power={}, tokens=1
+    )
+    widths = dict(kv_groups=3, ffn_size=16, hidden_size=20)
+    selection = select_important(shape, (0, 1), equal, **widths)
+    assert selection.kv_groups == (tuple(range(3)),) * 2
+    assert selection.ffn == (tuple(range(16)), (0, 1, *range(50, 64)))
+    assert selection.hidden == tuple(range(20))
 
 
 def held_out_loss(model_dir, sequences):

@@ -16,7 +16,7 @@ from megatron_kd.models.channels import (
     TeacherShape,
     evenly_spaced_layers,
 )
-from megatron_kd.models.prune import write_student
+from megatron_kd.models.prune import weight_files, write_student
 
 TOKENS = torch.arange(3, 23)[None]
 
@@ -52,6 +52,8 @@ def test_layers_alone_equal_the_teacher_without_the_others(name, tmp_path):
     if kinds is not None:
         teacher.config.layer_types = [kinds[i] for i in (0, 2, 4)]
         assert student.config.layer_types == teacher.config.layer_types
+    if name == "qwen2-windowed":  # windows begin at layer 2: of the kept ones, behind layer 0
+        assert student.config.max_window_layers == 1
     teacher.config.num_hidden_layers = teacher.model.config.num_hidden_layers = 3
     with torch.no_grad():
         assert torch.equal(student(TOKENS).logits, teacher(TOKENS).logits)
@@ -182,6 +184,24 @@ def test_sharded_teacher(tmp_path):
     assert cut(tmp_path / "teacher", tmp_path / "student", "--layers", "5") == 0
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "student")(TOKENS).logits, teacher(TOKENS).logits)
+
+
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (tmp_path / "foreign.safetensors").write_bytes(b"")
+    for name in ("../foreign.safetensors", str(tmp_path / "foreign.safetensors"), "absent"):
+        index = {"weight_map": {"model.norm.weight": name}}
+        (teacher / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="which is no file beside it"):
+            weight_files(teacher)
+
+
+def test_how_the_teacher_generates_goes_with_the_student(tmp_path):
+    write_model("llama", tmp_path / "teacher")
+    assert cut(tmp_path / "teacher", tmp_path / "student", "--layers", "3") == 0
+    ours, theirs = (tmp_path / name / "generation_config.json" for name in ("student", "teacher"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_real_teacher(smollm2_dir, tmp_path):
