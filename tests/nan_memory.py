@@ -11,6 +11,7 @@ with deterministic algorithms, which are other ones than a user's run takes.
 import functools
 
 import torch
+from torch.utils._device import _device_constructors
 
 _PLACES = (
     (torch, "empty"),
@@ -44,6 +45,9 @@ def _poisoned(make):
 
 def poison():
     """Poison uninitialized memory from here on in this process."""
+    # `with torch.device(…)` knows the constructors by identity and lists them once: before they are
+    # replaced, or a model built on the meta device would be allocated for real.
+    _device_constructors()
     for owner, name in _PLACES:
         make = getattr(owner, name)
         if not hasattr(make, "unpoisoned"):

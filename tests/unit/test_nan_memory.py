@@ -22,3 +22,11 @@ def test_integers_are_far_outside_any_vocabulary():
     assert (torch.empty(3, dtype=torch.int64) == torch.iinfo(torch.int64).max).all()
     assert torch.empty(2, dtype=torch.bool).dtype == torch.bool
     assert torch.empty(2, device="meta").is_meta
+
+
+def test_a_device_context_still_chooses_the_device():
+    """A model built on the meta device takes no memory."""
+    with torch.device("meta"):
+        made = torch.empty(1 << 40)
+        layer = torch.nn.Linear(1 << 20, 1 << 20)
+    assert made.is_meta and layer.weight.is_meta
