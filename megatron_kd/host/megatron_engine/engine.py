@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from megatron_kd.models.fingerprint import model_directory
 from megatron_kd.teacher.engines.base import (
     EngineError,
-    EngineOptions,
     RowRequest,
     TeacherDescription,
     TeacherDocument,
@@ -21,7 +20,7 @@ from megatron_kd.teacher.engines.base import (
     TeacherRows,
     option,
 )
-from megatron_kd.teacher.engines.batches import batches
+from megatron_kd.teacher.engines.batches import BatchedModelOptions, batches
 from megatron_kd.teacher.engines.draws import draws_of
 from megatron_kd.teacher.engines.model_directory import describe_directory
 
@@ -31,7 +30,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronOptions(EngineOptions):
+class MegatronOptions(BatchedModelOptions):
     """How the teacher is spread over the ranks."""
 
     dtype: str = option(
@@ -41,24 +40,8 @@ class MegatronOptions(EngineOptions):
         recorded_at_default=True,
         choices=("auto", "float32", "bfloat16"),
     )
-    batch_tokens: int = option(
-        4096,
-        "padded tokens of one forward pass; a longer document runs alone",
-        shapes_rows=True,
-        recorded_at_default=True,
-        minimum=1,
-    )
     tensor_parallel: int = option(1, "ranks that share each layer", minimum=1)
     pipeline_parallel: int = option(1, "ranks that share the layers out", minimum=1)
-    trust_remote_code: bool = option(
-        False, "run code that the model directory brings", shapes_rows=True
-    )
-    head_chunk_bytes: int = option(
-        512 << 20,
-        "bound on what the logits of one chunk of rows take, with their fp32 copies",
-        shapes_rows=True,
-        minimum=1,
-    )
 
 
 class MegatronEngine(TeacherEngine):

@@ -1,8 +1,29 @@
-"""Documents in batches of like length, for engines that run the model themselves."""
+"""Documents in batches of like length, and the options of engines that run the model themselves."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from megatron_kd.teacher.engines.base import TeacherDocument
+from megatron_kd.teacher.engines.base import TeacherDocument, option
+from megatron_kd.teacher.engines.model_directory import ModelDirectoryOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedModelOptions(ModelDirectoryOptions):
+    """How documents run through a model, and their rows through its output layer."""
+
+    batch_tokens: int = option(
+        4096,
+        "padded tokens of one forward pass; a longer document runs alone",
+        shapes_rows=True,
+        recorded_at_default=True,
+        minimum=1,
+    )
+    head_chunk_bytes: int = option(
+        512 << 20,
+        "bound on what the logits of one chunk of rows take, with their fp32 copies",
+        shapes_rows=True,
+        minimum=1,
+    )
 
 
 def batches(documents: Sequence[TeacherDocument], batch_tokens: int) -> Iterator[list[int]]:

@@ -1,4 +1,6 @@
-"""What engines that read a local Hugging Face directory say of their teacher."""
+"""What engines that read a local Hugging Face directory share: options, and what they say of it."""
+
+from dataclasses import dataclass
 
 from megatron_kd.models.fingerprint import (
     license_of,
@@ -6,7 +8,23 @@ from megatron_kd.models.fingerprint import (
     model_fingerprint,
     tokenizer_of,
 )
-from megatron_kd.teacher.engines.base import TeacherDescription
+from megatron_kd.teacher.engines.base import EngineOptions, TeacherDescription, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDirectoryOptions(EngineOptions):
+    """How a model directory is loaded."""
+
+    dtype: str = option(
+        "auto",
+        "the weights' dtype; auto: the checkpoint's",
+        shapes_rows=True,
+        recorded_at_default=True,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    trust_remote_code: bool = option(
+        False, "run code that the model directory brings", shapes_rows=True
+    )
 
 
 def describe_directory(

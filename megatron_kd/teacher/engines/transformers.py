@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from megatron_kd.models.fingerprint import model_directory
 from megatron_kd.teacher.engines.base import (
-    EngineOptions,
     RowRequest,
     TeacherDescription,
     TeacherDocument,
@@ -16,28 +15,14 @@ from megatron_kd.teacher.engines.base import (
     TeacherRows,
     option,
 )
-from megatron_kd.teacher.engines.batches import batches
+from megatron_kd.teacher.engines.batches import BatchedModelOptions, batches
 from megatron_kd.teacher.engines.model_directory import describe_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersOptions(EngineOptions):
+class TransformersOptions(BatchedModelOptions):
     """How the model runs in this process."""
 
-    dtype: str = option(
-        "auto",
-        "the weights' dtype; auto: the checkpoint's",
-        shapes_rows=True,
-        recorded_at_default=True,
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    batch_tokens: int = option(
-        4096,
-        "padded tokens of one forward pass; a longer document runs alone",
-        shapes_rows=True,
-        recorded_at_default=True,
-        minimum=1,
-    )
     device_map: str | None = option(
         None,
         "auto, or a JSON object, spreads the model by accelerate; left out: one device, this "
@@ -45,15 +30,6 @@ class TransformersOptions(EngineOptions):
     )
     attention: str | None = option(
         None, "its attn_implementation; left out: its own choice", shapes_rows=True
-    )
-    trust_remote_code: bool = option(
-        False, "run code that the model directory brings", shapes_rows=True
-    )
-    head_chunk_bytes: int = option(
-        512 << 20,
-        "bound on what the logits of one chunk of rows take, with their fp32 copies",
-        shapes_rows=True,
-        minimum=1,
     )
 
 

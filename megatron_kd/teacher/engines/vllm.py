@@ -14,7 +14,6 @@ import numpy as np
 from megatron_kd.models.fingerprint import model_directory
 from megatron_kd.teacher.engines.base import (
     EngineError,
-    EngineOptions,
     RowRequest,
     TeacherDescription,
     TeacherDocument,
@@ -28,20 +27,13 @@ from megatron_kd.teacher.engines.listed_rows import (
     refuse_unlisted,
     rows_from_lists,
 )
-from megatron_kd.teacher.engines.model_directory import describe_directory
+from megatron_kd.teacher.engines.model_directory import ModelDirectoryOptions, describe_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmOptions(EngineOptions):
+class VllmOptions(ModelDirectoryOptions):
     """How vLLM runs the teacher."""
 
-    dtype: str = option(
-        "auto",
-        "the weights' dtype; auto: the checkpoint's",
-        shapes_rows=True,
-        recorded_at_default=True,
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
     batch_tokens: int = option(
         16384,
         "prompt tokens given to vLLM in one call; it schedules them itself",
@@ -54,9 +46,6 @@ class VllmOptions(EngineOptions):
         None, "the longest prompt, in tokens; left out: the model's own limit"
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU that vLLM may take")
-    trust_remote_code: bool = option(
-        False, "run code that the model directory brings", shapes_rows=True
-    )
 
 
 class VllmEngine(TeacherEngine):
