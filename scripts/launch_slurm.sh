@@ -3,7 +3,7 @@
 #   scripts/launch_slurm.sh [options] RECIPE [key=value …]             train: one torchrun per node
 #   scripts/launch_slurm.sh [options] --capture N -- ARGUMENTS         capture: N array tasks share the shards
 # Options:
-#   --cluster NAME     configs/cluster/NAME.env, or a path: environment and ranks per node (default: infiniband)
+#   --cluster NAME     configs/cluster/NAME.env, or a path: environment, and what a node has (default: infiniband)
 #   --nodes N          nodes of a training run (default: the recipe's launch.nodes)
 #   --time LIMIT       of each attempt, as for sbatch; the run goes on in the next one (default 04:00:00)
 #   --save-ahead S     seconds before the limit at which to save and requeue (default 300)
@@ -13,6 +13,8 @@
 #   --logs DIR         default: OUTPUT_DIR/slurm
 #   --sbatch OPTION    passed on to sbatch (may be repeated): --sbatch --partition=batch
 #   --dry-run          print the sbatch script and submit nothing
+# A training run starts launch.ranks_per_node ranks on each node (override: launch.ranks_per_node=N; where the recipe
+# does not say, the cluster's), and asks for as many GPUs. More than the cluster's nodes have is refused.
 # Docs: docs/slurm.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -85,7 +87,7 @@ else
     recipe=${rest[0]}
     overrides=("${rest[@]:1}")
     # The recipe is read here: what is wrong with it shows now, not when the job starts.
-    said=$(PYTHONPATH=$repository python3 -c '
+    answer=$(PYTHONPATH=$repository python3 -c '
 import sys
 from megatron_kd.config import ConfigError, from_recipe
 try:
@@ -94,8 +96,12 @@ try:
 except ConfigError as error:
     sys.exit(f"launch_slurm.sh: {error}")
 ' "$recipe" "${overrides[@]}") || exit 2
-    mapfile -t said <<<"$said"
-    nodes=${nodes:-${said[0]}} ranks_per_node=${said[1]:-$ranks_per_node} output=${said[2]}
+    mapfile -t from_recipe <<<"$answer"
+    nodes=${nodes:-${from_recipe[0]}} output=${from_recipe[2]} most=$ranks_per_node
+    ((gpus_per_node == 0 || gpus_per_node > most)) || most=$gpus_per_node
+    ranks_per_node=${from_recipe[1]:-$ranks_per_node}
+    ((ranks_per_node <= most)) || fail "the run wants $ranks_per_node ranks on each node and $environment has room for $most; choose another --cluster, or give launch.ranks_per_node=$most"
+    ((gpus_per_node == 0)) || gpus_per_node=$ranks_per_node
     name=${job_name:-$(basename "$recipe" .yaml)}
     logs=${logs:-$output/slurm}
     work="python3 -m torch.distributed.run --nnodes=$nodes --nproc-per-node=$ranks_per_node \\

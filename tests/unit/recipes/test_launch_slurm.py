@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-RECIPE = "recipes/quickstart.yaml"
+RECIPE = "recipes/quickstart.yaml"  # says nothing of ranks
+ONE_RANK, EIGHT_RANKS = "recipes/llama-8k-offline.yaml", "recipes/qwen3-8b-to-4b.yaml"
 
 
 def launch(logs, *arguments):
@@ -44,6 +45,35 @@ def test_one_torchrun_per_node(tmp_path):
     assert "--rdzv-backend=c10d --rdzv-endpoint=$address:$port" in script
     assert f"-m megatron_kd distill '{RECIPE}' 'loss.impl=dense'" in script
     assert "export NCCL_IB_DISABLE=0" in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ([RECIPE], 8),
+        ([ONE_RANK], 1),
+        (["--nodes", 2, ONE_RANK], 1),
+        ([ONE_RANK, "launch.ranks_per_node=4"], 4),
+        ([EIGHT_RANKS], 8),
+        ([EIGHT_RANKS, "launch.ranks_per_node=2"], 2),
+    ],
+)
+def test_a_job_asks_for_as_many_gpus_as_it_starts_ranks(tmp_path, arguments, ranks):
+    script = dry_run(tmp_path, *arguments)
+    assert f"--gpus-per-node={ranks}" in directives(script)
+    assert f" --nproc-per-node={ranks} " in script
+
+
+def test_an_override_fits_a_recipe_to_nodes_without_gpus(tmp_path):
+    script = dry_run(tmp_path, "--cluster", "cpu", EIGHT_RANKS, "launch.ranks_per_node=2")
+    assert " --nproc-per-node=2 " in script and "--gpus" not in script
+
+
+def test_a_cluster_file_with_fewer_gpus_than_ranks_bounds_the_run(tmp_path):
+    cluster = tmp_path / "small.env"
+    cluster.write_text("gpus_per_node=4\nranks_per_node=8\n")
+    done = launch(tmp_path / "logs", "--dry-run", "--cluster", cluster, EIGHT_RANKS)
+    assert done.returncode == 2 and f"{cluster} has room for 4" in done.stderr
 
 
 def test_options_reach_the_job(tmp_path):
@@ -89,6 +119,12 @@ def test_values_with_spaces_and_quotes_survive(tmp_path):
         (["--mystery", RECIPE], "unknown option --mystery"),
         (["--mounts", "/a:/b", RECIPE], "--mounts needs --container"),
         ([RECIPE, "loss.imp=dense"], "did you mean loss.impl"),
+        (
+            ["--cluster", "cpu", EIGHT_RANKS],
+            "wants 8 ranks on each node and configs/cluster/cpu.env has room for 2; choose another "
+            "--cluster, or give launch.ranks_per_node=2",
+        ),
+        ([ONE_RANK, "launch.ranks_per_node=16"], "has room for 8"),
         (["recipes/none.yaml"], "no recipe at recipes/none.yaml"),
         (["--capture", "2", "--"], "needs the arguments of megatron-kd capture"),
         (["--capture", "2", "--", "--data", "d"], "needs --output"),
