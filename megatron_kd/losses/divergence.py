@@ -1,6 +1,7 @@
 """Which divergence to take: the options of every loss, their one check, and the objectives.
 
-Nothing here imports torch, so that a recipe is refused before anything heavy is loaded.
+Nothing here imports torch, nor do this library's units, so that a recipe is refused before anything
+heavy is loaded.
 """
 
 import difflib
@@ -57,14 +58,12 @@ class Divergence:
             raise ValueError(
                 f"temperature must be greater than 0 and finite, not {self.temperature}"
             )
-        if self.objective == "jsd" and not 0 < self.beta < 1:
-            raise ValueError(
-                f"beta must lie strictly between 0 and 1 for jsd, not {self.beta}: at the ends the "
-                "divergence is zero; use objective forward_kl or reverse_kl"
-            )
         for name in ("beta", "ce_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        unit = objective_unit(self.objective)
+        if unit.check is not None:
+            unit.check(self)
 
     def check_target(self, target: Any, labels: Any) -> None:
         """Refuse what a truncated teacher (a `TopKTarget`) and these labels cannot give.
@@ -90,7 +89,7 @@ class Divergence:
             raise ValueError(f"ce_weight {self.ce_weight} needs labels [s, b]; got None")
 
     def check_online(self) -> None:
-        """Refuse an objective that has no form over a full vocabulary; this loads its unit.
+        """Refuse an objective that has no form over a full vocabulary.
 
         Raises:
             ValueError: Begins with the field's name, objective.

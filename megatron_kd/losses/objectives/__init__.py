@@ -13,16 +13,22 @@ does not.
 A new objective is a file here (or anywhere) that makes an `Objective`, a line in
 `megatron_kd.losses.divergence.OBJECTIVES`, and its row in docs/objectives.md.
 
+Nothing here imports torch when it is loaded: `Divergence` asks a unit whether it accepts a recipe's
+values, long before anything is computed.
+
 n rows of a chunk, k support, vp = v/tp this rank's vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from megatron_kd.losses.divergence import Divergence
+    from megatron_kd.losses.divergence import Divergence
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,17 @@ class StudentProbabilities:
     has_rest: torch.Tensor  # [n] bool: something lies off the support
 
 
-OnSupport: TypeAlias = Callable[
-    [StudentProbabilities, TeacherProbabilities, Divergence], torch.Tensor
-]
-RowSums: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Divergence], tuple[torch.Tensor, ...]]
-Gradient: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], Divergence], torch.Tensor
-]
-Terms: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Divergence], torch.Tensor
-]
+Check: TypeAlias = "Callable[[Divergence], None]"
+OnSupport: TypeAlias = (
+    "Callable[[StudentProbabilities, TeacherProbabilities, Divergence], torch.Tensor]"
+)
+RowSums: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Divergence], tuple[torch.Tensor, ...]]"
+Gradient: TypeAlias = (
+    "Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], Divergence], torch.Tensor]"
+)
+Terms: TypeAlias = (
+    "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Divergence], torch.Tensor]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,10 @@ class Objective:
     sums: int = 1
     """How many tensors `row_sums` returns."""
 
+    check: Check | None = None
+    """(divergence) -> None: refuses values that this objective has no loss for, by a ValueError
+    that begins with the field's name. `Divergence` calls it last. None: none is refused."""
+
     smallest_rest: float = 0.0
     """The least mass off the support that the formula takes the teacher to have."""
 
@@ -94,4 +105,4 @@ def with_bucket(
     """loss [n], plus the bucket's term [n] where the tail is a bucket and holds an outcome."""
     if divergence.tail != "bucket":
         return loss
-    return loss + torch.where(student.has_rest, term, 0.0)
+    return loss + term.where(student.has_rest, 0.0)

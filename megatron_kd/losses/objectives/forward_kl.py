@@ -5,7 +5,9 @@
 Over a full vocabulary, with z the student's logits and tau the temperature: tau dL/dz = q - p.
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.objectives import (
@@ -15,6 +17,9 @@ from megatron_kd.losses.objectives import (
     with_bucket,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 def on_support(
     student: StudentProbabilities, teacher: TeacherProbabilities, divergence: Divergence
@@ -22,7 +27,7 @@ def on_support(
     """Nats [n]. Legitimately negative where the teacher's mass is below 1 (tail none)."""
     loss = (teacher.p * (teacher.log_p - student.log_q)).sum(-1)
     rho = teacher.rest
-    term = torch.xlogy(rho, rho) - rho * student.log_rest
+    term = rho.xlogy(rho) - rho * student.log_rest
     return with_bucket(loss, term, student, divergence)
 
 
@@ -34,7 +39,7 @@ def terms(
     divergence: Divergence,
 ) -> torch.Tensor:
     """p (log p - log q), and 0 where p is 0."""
-    return torch.where(p > 0, p * (torch.where(p > 0, log_p, 0.0) - log_q), 0.0)
+    return (p * (log_p.where(p > 0, 0.0) - log_q)).where(p > 0, 0.0)
 
 
 def row_sums(

@@ -7,9 +7,10 @@ Over a full vocabulary, with z the student's logits and tau the temperature:
 tau dL/dz = (1 - beta) q (log q - log m - KL(q || m)).
 """
 
-import math
+from __future__ import annotations
 
-import torch
+import math
+from typing import TYPE_CHECKING
 
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.objectives import (
@@ -19,15 +20,34 @@ from megatron_kd.losses.objectives import (
     with_bucket,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+
+def check(divergence: Divergence) -> None:
+    """Refuse a mixture that is one of the two models.
+
+    Raises:
+        ValueError: beta is 0 or 1.
+    """
+    if not 0 < divergence.beta < 1:
+        raise ValueError(
+            f"beta must lie strictly between 0 and 1 for {divergence.objective}, not "
+            f"{divergence.beta}: at the ends the divergence is zero; use objective forward_kl or "
+            "reverse_kl"
+        )
+
 
 def _log_mixture(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
-    return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return (log_p + math.log(beta)).logaddexp(log_q + math.log1p(-beta))
 
 
 def on_support(
     student: StudentProbabilities, teacher: TeacherProbabilities, divergence: Divergence
 ) -> torch.Tensor:
     """Nats [n], between 0 and log 2 where the teacher is whole."""
+    import torch
+
     beta, rho = divergence.beta, teacher.rest
     loss = _outcomes(teacher.p, teacher.log_p, student.q, student.log_q, beta).sum(-1)
     log_rho = rho.clamp(min=torch.finfo(rho.dtype).tiny).log()
@@ -52,9 +72,9 @@ def terms(
     """beta p (log p - log m) + (1 - beta) q (log q - log m), 0 log 0 = 0."""
     beta = divergence.beta
     m = beta * p + (1 - beta) * q
-    log_m = torch.where(m > 0, m, 1.0).log()
-    from_p = torch.where(p > 0, p * (torch.where(p > 0, log_p, 0.0) - log_m), 0.0)
-    from_q = torch.where(q > 0, q * (log_q - log_m), 0.0)
+    log_m = m.where(m > 0, 1.0).log()
+    from_p = (p * (log_p.where(p > 0, 0.0) - log_m)).where(p > 0, 0.0)
+    from_q = (q * (log_q - log_m)).where(q > 0, 0.0)
     return beta * from_p + (1 - beta) * from_q
 
 
@@ -81,4 +101,11 @@ def gradient(
     return (1 - beta) * log_q.exp() * (log_q - log_m - sums[1].unsqueeze(-1))
 
 
-JSD = Objective(on_support=on_support, terms=terms, row_sums=row_sums, gradient=gradient, sums=2)
+JSD = Objective(
+    on_support=on_support,
+    terms=terms,
+    row_sums=row_sums,
+    gradient=gradient,
+    sums=2,
+    check=check,
+)

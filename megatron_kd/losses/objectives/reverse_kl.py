@@ -6,7 +6,9 @@ Over a full vocabulary, with z the student's logits, tau the temperature and L t
 tau dL/dz = q (log q - log p - L).
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.objectives import (
@@ -15,6 +17,9 @@ from megatron_kd.losses.objectives import (
     TeacherProbabilities,
     with_bucket,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 # The least teacher tail to divide by: one fp32 rounding of 1, below which 1 - mass is noise.
 SMALLEST_REST = 2.0**-23

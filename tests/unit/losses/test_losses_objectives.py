@@ -24,6 +24,7 @@ from megatron_kd.losses import (
 )
 from megatron_kd.losses.divergence import OBJECTIVES
 from megatron_kd.losses.objectives import Objective
+from megatron_kd.losses.objectives.jsd import JSD
 
 
 def squared_on_support(student, teacher, divergence):
@@ -223,6 +224,13 @@ def test_a_name_that_is_not_registered_is_refused_where_it_enters():
 def test_what_a_divergence_refuses(options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Divergence(**options)
+
+
+def test_a_unit_refuses_what_it_has_no_loss_for_under_any_name(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "mixed", JSD)
+    with pytest.raises(ValueError, match="^beta must lie strictly between 0 and 1 for mixed"):
+        Divergence(objective="mixed", beta=0.0)
+    assert Divergence(objective="mixed", beta=0.3).beta == 0.3
 
 
 def test_the_ends_of_beta_are_fine_where_nothing_reads_it():

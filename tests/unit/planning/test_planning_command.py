@@ -257,14 +257,20 @@ def test_an_online_recipe_needs_a_teacher_and_marks_its_loss(recipe, llama_direc
     assert "online_dense ◂" in capsys.readouterr().out
 
 
-def test_a_plan_of_a_known_architecture_imports_no_framework(recipe):
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_plan_of_a_known_architecture_imports_no_framework(recipe, llama_directory, mode):
     """Importing PyTorch and transformers takes longer than all the rest of a plan."""
     code = (
-        "import sys; from megatron_kd.cli import main; status = main(['plan', sys.argv[1]]); "
+        "import sys; from megatron_kd.cli import main; status = main(['plan', *sys.argv[1:]]); "
         "heavy = {'torch', 'transformers', 'megatron', 'modelopt', 'matplotlib'} & set(sys.modules)"
         "; sys.exit(status or ', '.join(heavy) or None)"
     )
-    done = subprocess.run([sys.executable, "-c", code, recipe()], capture_output=True, text=True)
+    arguments = [recipe()]
+    if mode == "online":
+        arguments += ["mode=online", "loss.impl=fused_online", "loss.objective=jsd"]
+        arguments += ["data.path=data", f"teacher.hf_path={llama_directory('teacher')}"]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
