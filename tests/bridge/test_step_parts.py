@@ -3,13 +3,12 @@
 import json
 import math
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import parts
 import pytest
 import torch
-from gloo import run_ranks
 
 
 def context(step=0, train_iters=10, losses=None):
@@ -338,26 +337,12 @@ def check_layers_to_compare_exist(folder):
         check_layers(HiddenStatesConfig(pairs=[[1, 3]]), student, teacher)
 
 
-CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
-
-
-def run_checks(rank: int, folder: Path) -> dict[str, str | None]:
-    """Name of a check → the traceback of its failure, or None."""
-    found = {}
-    for name in CHECKS:
-        own = folder / name
-        own.mkdir()
-        try:
-            globals()[name](own)
-            found[name] = None
-        except (Exception, pytest.fail.Exception):
-            found[name] = traceback.format_exc()
-    return found
+CHECKS = parts.names_of(globals())
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_ranks(1, run_checks, tmp_path_factory.mktemp("parts"), host=True)[0]
+    return parts.results_of(__name__, tmp_path_factory.mktemp("parts"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,16 +46,18 @@ def as_started(container: ConfigContainer, ranks: int | None) -> ConfigContainer
     for name, package in NEEDED_PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             setattr(rehearsed.model, name, False)
-    model = container.model
-    replica = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
-    experts = (model.expert_model_parallel_size or 1) * model.pipeline_model_parallel_size
-    with _world(ranks or max(replica, experts)):
+    with _world(ranks or fewest_ranks(container.model)):
         runtime_config_update(rehearsed)
     return rehearsed
+
+
+def fewest_ranks(model) -> int:
+    """The fewest ranks that hold whole replicas of a model, and its experts whole too."""
+    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    experts = (model.expert_model_parallel_size or 1) * (
+        model.expert_tensor_parallel_size or tensor  # as the host fills it in
+    )
+    return pipeline * math.lcm(tensor * model.context_parallel_size, experts)
 
 
 @contextmanager

@@ -53,7 +53,9 @@ def check_identity(config: DistillConfig, container) -> None:
         ConfigError: Names what it was bound to, and what it would be now.
     """
     path = Path(config.output_dir) / IDENTITY
-    places = [Path(config.output_dir) / "checkpoints", Path(container.checkpoint.load or "")]
+    places = [Path(config.output_dir) / "checkpoints"]
+    if container.checkpoint.load:
+        places.append(Path(container.checkpoint.load))
     has_checkpoint = any(any(place.glob("iter_*")) for place in places)
     if not has_checkpoint or not path.exists():
         return

@@ -1,6 +1,7 @@
 """What of a recipe decides memory and time: sizes, ranks, precision, recompute mode, loss."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,7 @@ def from_config(
     pipeline = model.get("pipeline_model_parallel_size") or 1
     context = model.get("context_parallel_size") or 1
     expert = model.get("expert_model_parallel_size") or 1
+    expert_tensor = model.get("expert_tensor_parallel_size") or (tensor if expert == 1 else 1)
     sixteen = _sixteen_bit(config, model, student)
     manifest = split_manifest(config) or {}
     return RunSettings(
@@ -118,14 +120,15 @@ def from_config(
         micro_batch=train.get("micro_batch_size") or 1,
         global_batch=train.get("global_batch_size") or 1,
         train_iters=train.get("train_iters") or 0,
-        ranks=ranks or config.launch.ranks or max(tensor * context, expert) * pipeline,
+        ranks=ranks
+        or config.launch.ranks
+        or math.lcm(tensor * context, expert * expert_tensor) * pipeline,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         virtual_pipeline=model.get("virtual_pipeline_model_parallel_size") or 1,
         context_parallel=context,
         expert_parallel=expert,
-        expert_tensor_parallel=model.get("expert_tensor_parallel_size")
-        or (tensor if expert == 1 else 1),
+        expert_tensor_parallel=expert_tensor,
         sequence_parallel=bool(model.get("sequence_parallel")) and tensor > 1,
         sixteen_bit=sixteen,
         gradient_bytes=2 if sixteen and not _fp32_reduction(config, ddp) else 4,

@@ -152,6 +152,15 @@ def test_reads_the_bridge_section(recipe):
     assert (fp32.value_bytes, fp32.gradient_bytes, fp32.state_bytes) == (4, 4, 6)  # no main weights
 
 
+def test_the_fewest_ranks_hold_whole_replicas_and_whole_experts(recipe):
+    layout = ["bridge.model.tensor_model_parallel_size=4"]
+    layout += ["bridge.model.expert_model_parallel_size=6", "bridge.train.global_batch_size=12"]
+    layout += ["bridge.model.expert_tensor_parallel_size=1"]
+    assert settings_of(recipe(), *layout).ranks == 12
+    stages = settings_of(recipe(), *layout, "bridge.model.pipeline_model_parallel_size=2")
+    assert stages.ranks == 24
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
