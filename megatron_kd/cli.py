@@ -61,6 +61,7 @@ EXTRAS = {
     "gguf": "gguf",
     "lm_eval": "eval",
     "megatron": "bridge",
+    "megatron-bridge": "bridge",  # as importlib.metadata names it
     "modelopt": "bridge",
     "sglang": "sglang",
     "vllm": "vllm",
@@ -75,6 +76,10 @@ def recapture(folder, shards) -> dict:
 
     return recapture(folder, shards)
 
+
+TELLS_ITS_BAD_INPUT = {"distill"}
+"""Commands that print what is wrong with their input themselves: whatever else they raise is a
+fault, whose traceback is kept."""
 
 HANDED = {"verify": {"recapture": recapture}}
 """Command: further arguments of its `run`, which its own package stands too low to import."""
@@ -97,8 +102,9 @@ def main(argv: list[str] | None = None) -> int:
         return parse_and_run(name, command, arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         missing = _missing_extra(error)
-        if isinstance(error, ModuleNotFoundError) and not missing:
-            raise  # a fault of this package or of the installation, not of the command line
+        is_fault = isinstance(error, ModuleNotFoundError) or name in TELLS_ITS_BAD_INPUT
+        if is_fault and not missing:
+            raise  # of this package, of the host or of the installation, not of the command line
         # Bad input: the message is the whole story.
         print(f"megatron-kd {name}: {error}{missing}", file=sys.stderr)
         return 1

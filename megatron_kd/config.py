@@ -316,6 +316,12 @@ class DistillConfig:
                 "with mode=offline the cache holds the teacher's last hidden state only: set "
                 f"hidden_states.pairs=[[{FINAL_NORM},{FINAL_NORM}]], or use mode=online"
             )
+        if self.hidden_states.logits_weight != 1 and not self.hidden_states.pairs:
+            raise ConfigError(
+                "hidden_states.logits_weight weighs the loss between logits against one between "
+                "hidden states, and hidden_states.pairs is empty: leave it at 1, or set "
+                f"hidden_states.pairs=[[{FINAL_NORM},{FINAL_NORM}]]"
+            )
 
     def _check_online(self):
         if self.student.lora is not None:

@@ -129,7 +129,10 @@ def test_options_may_stand_between_the_recipe_and_its_overrides(capsys):
 
 
 @pytest.mark.parametrize("explained", [False, True])
-@pytest.mark.parametrize(("package", "extra"), [("modelopt", "bridge"), ("vllm.engine", "vllm")])
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [("modelopt", "bridge"), ("megatron-bridge", "bridge"), ("vllm.engine", "vllm")],
+)
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch, capsys, package, extra, explained
 ):

@@ -44,7 +44,7 @@ def test_a_full_disk_is_recognised(error, said):
     ],
 )
 def test_a_command_says_so_in_one_line(monkeypatch, capsys, error, status, said):
-    def fail(args):
+    def fail(args, recapture):
         raise error
 
     monkeypatch.setattr("megatron_kd.cache.verify.run", fail)
@@ -54,7 +54,7 @@ def test_a_command_says_so_in_one_line(monkeypatch, capsys, error, status, said)
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):
-    def fail(args):
+    def fail(args, recapture):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("megatron_kd.cache.verify.run", fail)

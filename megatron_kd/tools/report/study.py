@@ -102,7 +102,7 @@ def _launch(study: StudyConfig, name: str, seed: int) -> int:
 def _arguments(study: StudyConfig, name: str, seed: int) -> list[str]:
     folder = study.folder(name, seed)
     return [
-        *("--config", study.recipe),
+        study.recipe,
         f"output_dir={folder}",
         f"export.hf_path={folder}/hf",
         f"data.seed={seed}",
@@ -116,12 +116,21 @@ def _finished(study: StudyConfig, name: str, seed: int) -> bool:
     if not (folder / FINISHED).is_file():
         return False
     before, now = json.loads((folder / FINISHED).read_text()), _arguments(study, name, seed)
-    if before != now:
+    if _as_spelled_today(before) != _as_spelled_today(now):
         raise ConfigError(
             f"{folder} was trained with {shlex.join(before)}, the study now has "
             f"{shlex.join(now)}; remove the folder, or give the run another name"
         )
     return True
+
+
+def _as_spelled_today(arguments: list[str]) -> list[str]:
+    """Arguments of a run, also of one that an earlier version finished."""
+    return [
+        argument.replace("loss.tail=renormalise", "loss.tail=renormalize")
+        for argument in arguments
+        if argument != "--config"
+    ]
 
 
 def score(study: StudyConfig) -> None:

@@ -193,6 +193,7 @@ def test_a_missing_required_key_is_named(tmp_path):
         ("hidden_states.pairs=[[1]]", "hidden_states.pairs[0] must be a list of 2 or more"),
         ("hidden_states.pairs=[[1,2,3]]", "hidden_states.pairs[0] must be a list of 2 at most"),
         ("hidden_states.pairs=[[1,norm]]", "hidden_states.pairs[0][1] must be an integer"),
+        ("hidden_states.logits_weight=2", "hidden_states.pairs is empty"),
         ("hidden_states.los=mse", "did you mean hidden_states.loss?"),
         ("selection.min_improvement=-1", "selection.min_improvement must be 0 or more, not -1"),
         ("loss.temperature_squared=1", "loss.temperature_squared must be true or false, not 1"),

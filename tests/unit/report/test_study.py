@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[3]
 # Takes what scripts/distill.py takes and leaves what it leaves: a loss curve, an exported student.
 TRAINER = """
 import json, pathlib, shutil, sys
-given = dict(pair.split("=", 1) for pair in sys.argv[3:])
+given = dict(pair.split("=", 1) for pair in sys.argv[2:])
 if "fail" in given:
     sys.exit("no such thing")
 folder = pathlib.Path(given["output_dir"])
@@ -172,6 +172,20 @@ def test_a_finished_run_of_other_overrides_is_refused(study, tmp_path, capsys):
     assert main(arguments) == 1
     assert "remove the folder, or give the run another name" in capsys.readouterr().err
     assert len(calls.read_text().splitlines()) == 4
+
+
+def test_a_run_that_an_earlier_version_finished_is_kept(study, tmp_path):
+    path, content, calls = study
+    content["runs"]["one"]["overrides"].append("loss.tail=renormalize")
+    write(tmp_path, content)
+    arguments = ["study", str(path), "--output", str(tmp_path / "results")]
+    assert main(arguments) == 0
+    started = len(calls.read_text().splitlines())
+    for file in (tmp_path / "runs" / "one").glob("*/finished"):
+        spelled = [x.replace("renormalize", "renormalise") for x in json.loads(file.read_text())]
+        file.write_text(json.dumps(["--config", *spelled]))
+    assert main(arguments) == 0
+    assert len(calls.read_text().splitlines()) == started
 
 
 def test_scores_follow_what_they_are_measured_on(study, tmp_path, models):
