@@ -27,6 +27,8 @@ BYTES_PER_LOGIT = 4
 # accelerator with little memory it is no more than this share of it.
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 DEVICE_SHARE = 1 / 64
+# Sequence positions that `sparse_chunked_kd_loss` takes where the caller names no number.
+SPARSE_CHUNK = 1024
 # With fewer rows the products themselves lose efficiency; with more than the second nothing is won.
 LEAST_ROWS, MOST_ROWS = 128, 16384
 

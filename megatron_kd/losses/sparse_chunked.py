@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_kd.losses.chunking import SPARSE_CHUNK
 from megatron_kd.losses.dense import check_logits
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.kernels import accumulation_dtype
@@ -26,7 +27,7 @@ def sparse_chunked_kd_loss(
     logits: torch.Tensor,
     target: TopKTarget,
     *,
-    chunk_size: int = 1024,
+    chunk_size: int = SPARSE_CHUNK,
     reuse_logits: bool = False,
     divergence: Divergence = Divergence(),
     labels: torch.Tensor | None = None,

@@ -17,18 +17,18 @@ gradient that went to the host's buffer.
 Shapes: n = s * b positions of a micro-batch, v vocabulary, vp = v / tp, h hidden.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from megatron_kd.losses.chunking import (
     BYTES_PER_LOGIT,
     DEFAULT_BUDGET_BYTES,
     DEVICE_SHARE,
+    SPARSE_CHUNK,
     pick_rows,
 )
 from megatron_kd.tools.planning.model_shape import ModelShape
 from megatron_kd.tools.planning.run_settings import RunSettings
-
-SPARSE_CHUNK = 1024  # sequence positions: the default of `sparse_chunked_kd_loss`
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,103 @@ class LossMemory:
 
 
 def loss_memory(
-    impl: str, student: ModelShape, settings: RunSettings, gpu_bytes: int, teacher=None
+    impl: str,
+    student: ModelShape,
+    settings: RunSettings,
+    gpu_bytes: int,
+    teacher: ModelShape | None = None,
 ) -> LossMemory:
     """Bytes that logits and loss take on each rank of the last stage.
 
     Args:
-        impl: `dense`, `sparse_chunked`, `fused_chunked`, `online_dense` or `fused_online`.
+        impl: A name in `LOSSES`.
         gpu_bytes: The GPU's memory, of which an automatic chunk takes a share.
         teacher: The teacher's shape; the two online losses need it.
+
+    Raises:
+        KeyError: There is no such implementation.
     """
-    value_bytes, positions = settings.value_bytes, settings.positions
-    vocab, width = rank_vocab(student, settings), student.hidden_size
+    return LOSSES[impl].memory(student, settings, gpu_bytes, teacher)
+
+
+def _dense(student, settings, gpu_bytes, teacher) -> LossMemory:
+    logits = _logits_bytes(student, settings)
+    fp32 = 4 * settings.positions * rank_vocab(student, settings)
+    return LossMemory(_hidden_bytes(student, settings) + logits, fp32)
+
+
+def _online_dense(student, settings, gpu_bytes, teacher) -> LossMemory:
+    offline = _dense(student, settings, gpu_bytes, None)
+    return replace(offline, teacher_bytes=_logits_bytes(student, settings))
+
+
+def _sparse_chunked(student, settings, gpu_bytes, teacher) -> LossMemory:
+    chunk = SPARSE_CHUNK if settings.loss.chunk_size == "auto" else settings.loss.chunk_size
+    rows = min(settings.positions, chunk * settings.micro_batch)
+    whole = _hidden_bytes(student, settings) + _logits_bytes(student, settings)
+    return LossMemory(whole, settings.value_bytes * rows * rank_vocab(student, settings))
+
+
+def _fused_chunked(student, settings, gpu_bytes, teacher) -> LossMemory:
+    width, vocab = student.hidden_size, rank_vocab(student, settings)
+    loss = _fused_bytes(settings, width, vocab, 0, gpu_bytes)
+    return LossMemory(_hidden_bytes(student, settings), loss)
+
+
+def _fused_online(student, settings, gpu_bytes, teacher) -> LossMemory:
+    vocab, teacher_vocab = rank_vocab(student, settings), rank_vocab(teacher, settings)
+    loss = _fused_bytes(settings, student.hidden_size, vocab, teacher_vocab, gpu_bytes)
+    teacher_hidden = _hidden_bytes(teacher, settings) / 2  # what its output layer reads alone
+    return LossMemory(_hidden_bytes(student, settings), loss, teacher_hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLoss:
+    """What the plan knows of one implementation of the loss."""
+
+    memory: Callable[[ModelShape, RunSettings, int, ModelShape | None], LossMemory]
+    """(student, settings, the GPU's bytes, teacher) -> what it takes on each rank of the last
+    stage."""
+
+    online: bool = False
+    """The teacher is in memory too."""
+
+    products: int = 3
+    """Matrix products with the student's output matrix per micro-batch."""
+
+    teacher_products: int = 0
+    """Those with the teacher's."""
+
+    heeds_gradient: bool = False
+    """`loss.gradient` is its option: recompute costs one product more."""
+
+    logit_traffic: int
+    """Bytes per logit that its elementwise passes read and write, in 16 bits."""
+
+
+LOSSES = {
+    "dense": PlannedLoss(memory=_dense, logit_traffic=24),
+    "sparse_chunked": PlannedLoss(memory=_sparse_chunked, logit_traffic=30),
+    "fused_chunked": PlannedLoss(memory=_fused_chunked, heeds_gradient=True, logit_traffic=10),
+    "online_dense": PlannedLoss(
+        memory=_online_dense, online=True, teacher_products=1, logit_traffic=32
+    ),
+    "fused_online": PlannedLoss(
+        memory=_fused_online, online=True, products=4, teacher_products=2, logit_traffic=24
+    ),
+}
+"""Name → what is planned for it, in the order of the plan's columns. `online_dense` is `dense` in
+mode online."""
+
+
+def _hidden_bytes(shape: ModelShape, settings: RunSettings) -> float:
+    """Of the last norm's input and output."""
     split = settings.tensor_parallel if settings.sequence_parallel else 1
-    hidden = 2 * value_bytes * positions * width / split  # the last norm's input and output
-    logits = value_bytes * positions * vocab
-    if impl == "dense":
-        return LossMemory(hidden + logits, 4 * positions * vocab)
-    if impl == "online_dense":
-        return LossMemory(hidden + logits, 4 * positions * vocab, logits)
-    if impl == "sparse_chunked":
-        chunk = SPARSE_CHUNK if settings.loss.chunk_size == "auto" else settings.loss.chunk_size
-        rows = min(positions, chunk * settings.micro_batch)
-        return LossMemory(hidden + logits, value_bytes * rows * vocab)
-    if impl == "fused_chunked":
-        return LossMemory(hidden, _fused_bytes(settings, width, vocab, 0, gpu_bytes))
-    teacher_hidden = value_bytes * positions * teacher.hidden_size / split
-    teacher_vocab = rank_vocab(teacher, settings)
-    loss = _fused_bytes(settings, width, vocab, teacher_vocab, gpu_bytes)
-    return LossMemory(hidden, loss, teacher_hidden)
+    return 2 * settings.value_bytes * settings.positions * shape.hidden_size / split
+
+
+def _logits_bytes(student: ModelShape, settings: RunSettings) -> int:
+    return settings.value_bytes * settings.positions * rank_vocab(student, settings)
 
 
 def _fused_bytes(
@@ -96,7 +165,7 @@ def _fused_bytes(
         gathered = 0
     trained = settings.lora is None  # adapters leave the output matrix as it is
     handed_over = value_bytes * vocab * width * trained
-    if teacher_vocab or settings.loss.gradient == "recompute":
+    if teacher_vocab or settings.loss_recomputes:
         return chunk + teacher_chunk + d_hidden + gathered + handed_over
     d_weight = 4 * vocab * width * trained
     return d_hidden + d_weight + max(chunk + gathered, handed_over)

@@ -42,6 +42,9 @@ class RunSettings:
     sixteen_bit: bool = True
     """Weights and activations in bf16 or fp16 beside fp32 main weights; otherwise all in fp32."""
 
+    fp16: bool = False
+    """The sixteen bits are fp16."""
+
     gradient_bytes: int = 4
     state_bytes: int = 12
     """The optimizer's bytes per parameter: fp32 main weights and states."""
@@ -92,6 +95,14 @@ class RunSettings:
         return 2 if self.sixteen_bit else 4
 
     @property
+    def loss_recomputes(self) -> bool:
+        """What `loss.gradient` comes to: recompute, or (False) in_forward. Left to itself the loss
+        recomputes in fp16 alone, whose scaled gradients it cannot form ahead."""
+        if self.loss.gradient == "auto":
+            return self.fp16
+        return self.loss.gradient == "recompute"
+
+    @property
     def positions(self) -> int:
         """Positions of one micro-batch that one rank computes."""
         return -(-self.sequence_length // self.context_parallel) * self.micro_batch
@@ -113,7 +124,8 @@ def from_config(
     context = model.get("context_parallel_size") or 1
     expert = model.get("expert_model_parallel_size") or 1
     expert_tensor = model.get("expert_tensor_parallel_size") or (tensor if expert == 1 else 1)
-    sixteen = _sixteen_bit(config, model, student)
+    precision = _precision(config, model, student)
+    sixteen = precision != "fp32"
     manifest = split_manifest(config) or {}
     return RunSettings(
         sequence_length=_sequence_length(config, model),
@@ -131,6 +143,7 @@ def from_config(
         expert_tensor_parallel=expert_tensor,
         sequence_parallel=bool(model.get("sequence_parallel")) and tensor > 1,
         sixteen_bit=sixteen,
+        fp16=precision == "fp16",
         gradient_bytes=2 if sixteen and not _fp32_reduction(config, ddp) else 4,
         state_bytes=_state_bytes(optimizer, sixteen),
         distributed_optimizer=bool(
@@ -198,7 +211,8 @@ def _sequence_length(config: DistillConfig, model: Mapping) -> int:
     return length
 
 
-def _sixteen_bit(config: DistillConfig, model: Mapping, student: ModelShape) -> bool:
+def _precision(config: DistillConfig, model: Mapping, student: ModelShape) -> str:
+    """bf16, fp16 or fp32."""
     precision = config.bridge.get("mixed_precision")
     if isinstance(precision, str):
         if "fp8" in precision or "fp4" in precision:
@@ -206,11 +220,12 @@ def _sixteen_bit(config: DistillConfig, model: Mapping, student: ModelShape) -> 
                 f"bridge.mixed_precision={precision}: the plan covers bf16, fp16 and fp32; plan "
                 "with bf16_mixed for an upper bound"
             )
-        return "16" in precision
+        return next((kind for kind in ("bf16", "fp16") if kind in precision), "fp32")
     for section in (precision or {}, model):
-        if section.get("bf16") or section.get("fp16"):
-            return True
-    return student.dtype in ("bfloat16", "float16")
+        for kind in ("bf16", "fp16"):
+            if section.get(kind):
+                return kind
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(student.dtype, "fp32")
 
 
 def _fp32_reduction(config: DistillConfig, ddp: Mapping) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_kd.tools.planning.activations import kept_by_layers
 from megatron_kd.tools.planning.adapters import adapter_parameters
-from megatron_kd.tools.planning.loss_memory import LossMemory, loss_memory, rank_vocab
+from megatron_kd.tools.planning.loss_memory import LOSSES, LossMemory, loss_memory, rank_vocab
 from megatron_kd.tools.planning.model_shape import ModelShape
 from megatron_kd.tools.planning.run_settings import RunSettings
 
@@ -25,8 +25,8 @@ COMPONENTS = (
     "backward",
     "cache buffers",
 )
-OFFLINE = ("dense", "sparse_chunked", "fused_chunked")
-ONLINE = ("online_dense", "fused_online")
+OFFLINE = tuple(name for name, loss in LOSSES.items() if not loss.online)
+ONLINE = tuple(name for name, loss in LOSSES.items() if loss.online)
 LONGEST_TOKENS = 1 << 23
 
 
@@ -44,8 +44,8 @@ class StageMemory:
 
 def implementation(settings: RunSettings) -> str:
     """The recipe's loss, told apart by mode."""
-    online_dense = settings.mode == "online" and settings.loss.impl == "dense"
-    return "online_dense" if online_dense else settings.loss.impl
+    online = f"online_{settings.loss.impl}"
+    return online if settings.mode == "online" and online in LOSSES else settings.loss.impl
 
 
 def plan_memory(

@@ -11,29 +11,12 @@ Data- and context-parallel messages are taken as hidden behind the products.
 from dataclasses import dataclass
 
 from megatron_kd.tools.planning.gpus import GPU
-from megatron_kd.tools.planning.loss_memory import rank_vocab
+from megatron_kd.tools.planning.loss_memory import LOSSES, rank_vocab
 from megatron_kd.tools.planning.model_shape import ModelShape
 from megatron_kd.tools.planning.run_settings import RunSettings
 
 # Share of the peak that products, attention and the elementwise work between them reach together.
 EFFICIENCY = 0.45
-
-# Matrix products with the output matrix per micro-batch: (student's, teacher's).
-HEAD_PRODUCTS = {
-    "dense": (3, 0),
-    "sparse_chunked": (3, 0),
-    "fused_chunked": (3, 0),
-    "online_dense": (3, 1),
-    "fused_online": (4, 2),
-}
-# Bytes that a logit's elementwise passes read and write, in 16 bits.
-LOGIT_TRAFFIC = {
-    "dense": 24,
-    "sparse_chunked": 30,
-    "fused_chunked": 10,
-    "online_dense": 32,
-    "fused_online": 24,
-}
 
 
 @dataclass(frozen=True)
@@ -73,15 +56,20 @@ def step_time(
     """Time of one training step of all micro-batches.
 
     Args:
+        impl: A name in `LOSSES`.
         trained_parameters: Parameters with gradients on the rank that has most of them.
         teacher: The teacher's shape where its forward pass is part of the step.
         efficiency: Share of the GPU's peak that products and attention reach.
+
+    Raises:
+        KeyError: There is no such implementation.
     """
     tokens = settings.sequence_length * settings.global_batch
     body = forward_flops(student, settings.sequence_length)
     head = 2 * student.vocab_size * student.hidden_size
-    student_products, teacher_products = HEAD_PRODUCTS[impl]
-    if impl == "fused_chunked" and settings.loss.gradient == "recompute":
+    loss = LOSSES[impl]
+    student_products, teacher_products = loss.products, loss.teacher_products
+    if loss.heeds_gradient and settings.loss_recomputes:
         student_products += 1
     passes = 3
     if settings.lora is not None:  # frozen matrices have no weight gradients
@@ -93,7 +81,7 @@ def step_time(
     peak = gpu.bf16_tflops * 1e12 * efficiency * (1 if settings.sixteen_bit else 0.5)
     bandwidth = gpu.bandwidth_gb_s * 1e9
     rank_positions = settings.positions * settings.micro_batches
-    logits = LOGIT_TRAFFIC[impl] * rank_positions * rank_vocab(student, settings)
+    logits = loss.logit_traffic * rank_positions * rank_vocab(student, settings)
     optimizer = trained_parameters * (2 * settings.state_bytes + settings.gradient_bytes + 2)
     full = settings.micro_batches * settings.virtual_pipeline
     return StepTime(

@@ -148,6 +148,9 @@ def test_reads_the_bridge_section(recipe):
         file, "bridge.mixed_precision=bf16_mixed", "bridge.ddp.grad_reduce_in_fp32=false"
     )
     assert named.gradient_bytes == 4  # the host's named precision sets it again
+    assert not settings_of(file, "bridge.mixed_precision=bf16_mixed").loss_recomputes
+    assert settings_of(file, "bridge.mixed_precision=fp16_mixed").loss_recomputes
+    assert settings_of(file, "bridge.mixed_precision={fp16: true}").loss_recomputes
     fp32 = settings_of(file, "bridge.mixed_precision=fp32")
     assert (fp32.value_bytes, fp32.gradient_bytes, fp32.state_bytes) == (4, 4, 6)  # no main weights
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_kd.config import LossConfig
 from megatron_kd.tools.planning.gpus import gpu
+from megatron_kd.tools.planning.loss_memory import loss_memory
 from megatron_kd.tools.planning.model_shape import LayerShape, ModelShape
 from megatron_kd.tools.planning.run_settings import Recompute, RunSettings
 from megatron_kd.tools.planning.time_cost import forward_flops, step_time
@@ -40,6 +41,25 @@ def test_a_pipeline_is_full_but_for_its_bubble(virtual, share):
     assert (whole.pipeline_share, halves.pipeline_share) == (1, share)
     busy = halves.products_s + halves.logits_s + halves.messages_s
     assert halves.total_s == pytest.approx(busy / share + halves.optimizer_s)
+
+
+def test_left_to_itself_the_fused_loss_recomputes_in_fp16_alone():
+    """As the loss does: a fourth product with the output matrix, and no fp32 gradient of it."""
+    for fp16, same in ((False, "in_forward"), (True, "recompute")):
+        auto = replace(RUN, fp16=fp16)
+        resolved = replace(RUN, loss=LossConfig(gradient=same))
+        assert auto.loss_recomputes == resolved.loss_recomputes == fp16
+        assert time_of(auto).products_s == time_of(resolved).products_s
+        memories = [loss_memory("fused_chunked", SHAPE, x, 80 << 30) for x in (auto, resolved)]
+        assert memories[0] == memories[1]
+    assert time_of(replace(RUN, fp16=True)).products_s > time_of(RUN).products_s
+
+
+def test_a_loss_that_nobody_planned_has_no_plan():
+    with pytest.raises(KeyError, match="unheard_of"):
+        loss_memory("unheard_of", SHAPE, RUN, 80 << 30, SHAPE)
+    with pytest.raises(KeyError, match="unheard_of"):
+        time_of(RUN, impl="unheard_of")
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
