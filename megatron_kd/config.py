@@ -23,6 +23,10 @@ Mode = Literal["offline", "online"]
 OFFLINE_IMPLS = ("dense", "sparse_chunked", "fused_chunked")
 ONLINE_IMPLS = ("dense", "fused_online")
 FINAL_NORM = "final_norm"
+NO_PEFT = (
+    "peft needs the base model as a Megatron checkpoint; remove it and set student.lora, which "
+    "puts the same adapters on the Hugging Face student"
+)
 
 
 @config_section
@@ -289,10 +293,7 @@ class DistillConfig:
 
     def __post_init__(self):
         if "peft" in self.bridge:
-            raise ConfigError(
-                "bridge.peft needs the base model as a Megatron checkpoint; remove it and set "
-                "student.lora, which puts the same adapters on the Hugging Face student"
-            )
+            raise ConfigError(f"bridge.{NO_PEFT}")
         if self.mode == "offline":
             self._check_offline()
         else:

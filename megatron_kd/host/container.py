@@ -25,7 +25,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
-from megatron_kd.config import DistillConfig
+from megatron_kd.config import NO_PEFT, DistillConfig
 from megatron_kd.host import sharded_weights, versions
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
@@ -121,13 +121,15 @@ def adapt(container: ConfigContainer, config: DistillConfig) -> dict:
         Section → field → value of what the user set by hand, for `checks.check`.
 
     Raises:
-        ConfigError: config has a section `bridge`.
+        ConfigError: config has a section `bridge`, or the container asks for the host's adapters.
     """
     if config.bridge:
         raise ConfigError(
             f"bridge.{next(iter(config.bridge))}: the host's configuration was handed over as a "
             "ConfigContainer; set it there"
         )
+    if container.peft is not None:
+        raise ConfigError(f"the container's {NO_PEFT}")
     asked = _set_by_hand(container)
     on_cpu, student = cpu_backend.is_active(), config.student
     _adapt_provider(container.model, student.hf_path, student.load_weights, on_cpu)

@@ -38,6 +38,39 @@ def test_a_start_opens_each_split_once(runs, way):
     assert runs[way][1] == {"train": 1, "validation": 1}
 
 
+CHANGES = {
+    "nothing required": ["ddp.overlap_grad_reduce", False],
+    "what distillation requires": ["model.calculate_per_token_loss", True],
+    "an average": ["ddp.average_in_collective", True],
+    "sharding": ["dist.use_torch_fsdp2", True],
+    "a deferred gradient": ["model.defer_embedding_wgrad_compute", True],
+    "the host's adapters": ["peft", None],
+    "a section bridge": ["kd.bridge", {"train": {"train_iters": 3}}],
+}
+
+
+@pytest.fixture(scope="module")
+def of_users(world) -> dict[str, str]:
+    answers = answers_of("refuse_containers.py", world, asked=list(CHANGES.values()))
+    return dict(zip(CHANGES, answers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nothing required", "accepted"),
+        ("what distillation requires", "accepted"),
+        ("an average", "ddp.average_in_collective must be false: gradients are divided by tokens"),
+        ("sharding", "dist.use_torch_fsdp2 must be false"),
+        ("a deferred gradient", "model.defer_embedding_wgrad_compute must be false"),
+        ("the host's adapters", "set student.lora"),
+        ("a section bridge", "bridge.train: the host's configuration was handed over"),
+    ],
+)
+def test_a_users_container_may_not_ask_for_what_distillation_cannot_have(of_users, case, said):
+    assert said in of_users[case]
+
+
 @pytest.fixture(scope="module")
 def on_gpus(world, tmp_path_factory) -> dict:
     """Answers for a student whose directory says bf16, as published ones do."""
