@@ -2,7 +2,7 @@
 
 In a checkout, and in an editable installation of one, they stay where they are; a wheel holds them
 as megatron_kd/recipes and megatron_kd/configs, side by side, so that a recipe's
-`include: ../configs/...` leads to the same file. `megatron_kd.config.find_recipe` knows both.
+`include: ../configs/...` leads to the same file. `megatron_kd.recipe_file.find_recipe` knows both.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ if ! "$python" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_avail
 fi
 missing=$("$python" - <<'PYTHON'
 import importlib.util
-names = ("pytest", "omegaconf", "yaml", "rich", "matplotlib", "numpy")
+names = "pytest omegaconf yaml pydantic rich matplotlib numpy safetensors xxhash".split()
 print(" ".join(name for name in names if importlib.util.find_spec(name) is None))
 PYTHON
 )

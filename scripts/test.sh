@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Set the environment up if it is missing, check the style, run tests:
 #   scripts/test.sh             the core: unit tests, gloo ranks, and the host's real loop; minutes on two cores
-#   scripts/test.sh --all       everything but the slow tests, on both hosts
+#   scripts/test.sh --all       everything but the slow tests, on every host
 #   scripts/test.sh --extended  what --all runs beside the core
 #   scripts/test.sh --slow      the slow tests: SLURM, vLLM, SGLang, lm-eval, long random walks
-# --stack 0.3 or 0.6 chooses one host; on 0.6 only tests/bridge differs, so only that runs. Everything else goes to pytest, such
-# as a file, or `-m EXPRESSION`, which then chooses alone.
+# --stack VERSION chooses one host, of those in scripts/requirements. The oldest runs everything; on others only tests/bridge
+# differs, so only that runs. Everything else goes to pytest, such as a file, or `-m EXPRESSION`, which then chooses alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ arguments=()
 while (($#)); do
     case $1 in
         --all | --extended | --slow) tier=${1#--} ;;
-        --stack) stack=${2:?--stack needs a version, 0.3 or 0.6} && shift ;;
+        --stack) stack=${2:?--stack needs a version, such as 0.6} && shift ;;
         -m) chosen=${2:?-m needs an expression} && shift ;;
         -m*) chosen=${1#-m} ;;
         *)
@@ -24,8 +24,10 @@ while (($#)); do
     esac
     shift
 done
-stacks=(0.3)
-[[ $tier != all && $tier != extended ]] || stacks+=(0.6)
+mapfile -t known < <(ls scripts/requirements | sed -n 's/^stack-\([0-9.]*\)\.txt$/\1/p' | sort --version-sort)
+oldest=${known[0]}
+stacks=("$oldest")
+[[ $tier != all && $tier != extended ]] || stacks=("${known[@]}")
 [[ -z $stack ]] || stacks=("$stack")
 
 case $tier in
@@ -39,15 +41,15 @@ status=0
 for stack in "${stacks[@]}"; do
     bash scripts/setup.sh --stack "$stack"
     venv=.venv expression=${chosen:-$selection} where=()
-    if [[ $stack == 0.3 ]]; then
+    if [[ $stack == "$oldest" ]]; then
         .venv/bin/python -m ruff check .
         .venv/bin/python -m ruff format --check .
     else
         venv=.venv-$stack
-        # The core ran on the first host alone.
+        # The core ran on the oldest host alone.
         [[ $tier != extended || -n $chosen ]] || expression="not slow and not gpu"
         [[ -z $folder ]] || where=("$folder")
     fi
-    $venv/bin/python -m pytest -n 2 --dist loadfile -m "$expression" "${where[@]}" "${arguments[@]}" || status=$?
+    $venv/bin/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 2 -m "$expression" "${where[@]}" "${arguments[@]}" || status=$?
 done
 exit $status

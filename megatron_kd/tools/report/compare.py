@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_kd.metrics_file import curve, read_metrics
+from megatron_kd.metrics_file import KD_LOSS, curve, read_metrics
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
@@ -19,7 +19,7 @@ def add_arguments(parser) -> None:
         metavar="DIR",
         help="output_dirs; the first is the reference",
     )
-    parser.add_argument("--loss", default="kd loss", help="which loss to compare")
+    parser.add_argument("--loss", default=KD_LOSS, help="which loss to compare")
     parser.add_argument(
         "--png", metavar="FILE", help="default: comparison.png beside the first run"
     )

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from megatron_kd.metrics_file import curve
+from megatron_kd.metrics_file import KD_LOSS, LM_LOSS, curve
 from megatron_kd.tools import figures
 
-PANELS = (("kd loss", "KD loss (nats/token)"), ("lm loss", "LM loss (nats/token)"))
+PANELS = ((KD_LOSS, "KD loss (nats/token)"), (LM_LOSS, "LM loss (nats/token)"))
 
 
 def plot_losses(runs: dict[str, list[dict]], path: Path) -> None:

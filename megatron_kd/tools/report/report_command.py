@@ -7,7 +7,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_kd.metrics_file import curve, peak_bytes_by_rank, read_metrics
+from megatron_kd.metrics_file import (
+    KD_LOSS,
+    LM_LOSS,
+    STUDENT_MASS,
+    curve,
+    peak_bytes_by_rank,
+    read_metrics,
+)
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
@@ -38,11 +45,11 @@ def run(args) -> int:
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     for kind, name in (
-        ("validation", "kd loss"),
-        ("validation", "lm loss"),
-        ("validation", "student mass"),
-        ("train", "kd loss"),
-        ("train", "lm loss"),
+        ("validation", KD_LOSS),
+        ("validation", LM_LOSS),
+        ("validation", STUDENT_MASS),
+        ("train", KD_LOSS),
+        ("train", LM_LOSS),
     ):
         _, values = curve(records, kind, name)
         if values:

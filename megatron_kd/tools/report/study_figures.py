@@ -4,7 +4,7 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from megatron_kd.metrics_file import curve, read_metrics
+from megatron_kd.metrics_file import KD_LOSS, curve, read_metrics
 from megatron_kd.tools import figures
 from megatron_kd.tools.report.study_results import mean_sd
 
@@ -58,7 +58,7 @@ def _curves(study, section, by_run, axes) -> None:
     widths = [3.5, 2.5, 1.5, 1.0]  # equal curves stay visible below each other
     for number, (name, runs) in enumerate(by_run.items()):
         curves = [
-            curve(read_metrics(study.folder(name, row.seed)), "train", "kd loss") for row in runs
+            curve(read_metrics(study.folder(name, row.seed)), "train", KD_LOSS) for row in runs
         ]
         losses = zip(*(values for _, values in curves), strict=True)
         means = [statistics.mean(values) for values in losses]

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_kd.metrics_file import curve, peak_bytes_by_rank, read_metrics
+from megatron_kd.metrics_file import KD_LOSS, LM_LOSS, curve, peak_bytes_by_rank, read_metrics
 from megatron_kd.tools.report.held_out import Scores
 from megatron_kd.tools.report.study_config import StudyConfig
 
@@ -63,8 +63,8 @@ def _row(name: str, seed: int, folder: Path) -> Row:
         held_out_kl=scores.kl,
         next_token_accuracy=scores.accuracy,
         teacher_agreement=scores.agreement,
-        final_kd_loss=last("kd loss"),
-        final_lm_loss=last("lm loss"),
+        final_kd_loss=last(KD_LOSS),
+        final_lm_loss=last(LM_LOSS),
         seconds_per_iteration=median("seconds"),
         tokens_per_s=median("tokens_per_s"),
         model_tflops_per_s=median("model_tflops_per_s"),
