@@ -209,8 +209,8 @@ class HiddenStatesConfig:
 
 @config_section
 class LaunchConfig:
-    """The ranks a recipe is meant for. Launcher, plan and dry run read it; the ranks that were
-    really started count.
+    """The ranks a recipe is meant for. The SLURM launcher starts them; plan, dry run and doctor
+    count with them. A run that starts has the ranks it was started with: torchrun's, or one.
     """
 
     nodes: Count = 1

@@ -4,7 +4,6 @@ student.
 
 import dataclasses
 import enum
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,8 +35,6 @@ from megatron_kd.host.parameters import lora as adapters
 from megatron_kd.host.step import hidden_states, offline
 from megatron_kd.host.step.forward_step import DistillationStep
 
-logger = logging.getLogger(__name__)
-
 
 def distill(container: ConfigContainer, kd: DistillConfig) -> None:
     """Distil with a configuration of the host that the user made; call it on every rank.
@@ -61,12 +58,16 @@ def distill(container: ConfigContainer, kd: DistillConfig) -> None:
     """
     versions.check()
     asked = host_config.adapt(container, kd)
-    _check(kd, container, asked)
+    _check(kd, container, asked, starts=True)
     run(kd, container)
 
 
-def prepare(config: DistillConfig) -> ConfigContainer:
+def prepare(config: DistillConfig, *, starts: bool = True) -> ConfigContainer:
     """The host configuration of a recipe, with every check that needs no process group.
+
+    Args:
+        config: The recipe.
+        starts: Whether `run` comes next, on the ranks that are there (`checks.world_size`).
 
     Raises:
         ConfigError: A key, type, value or combination is wrong.
@@ -75,7 +76,7 @@ def prepare(config: DistillConfig) -> ConfigContainer:
     """
     versions.check()
     container = host_config.build_container(config)
-    _check(config, container, config.bridge)
+    _check(config, container, config.bridge, starts=starts)
     return container
 
 
@@ -89,7 +90,7 @@ def rehearse(config: DistillConfig) -> None:
         ConfigError: As for `prepare`.
     """
     container = host_config.build_container(config, on_cpu=False)
-    checks.check(config, container, on_cpu=False)
+    checks.check(config, container, on_cpu=False, starts=False)
 
 
 def dry_run(config: DistillConfig) -> dict:
@@ -100,15 +101,16 @@ def dry_run(config: DistillConfig) -> dict:
     Raises:
         ConfigError: As for `prepare`.
     """
-    container = prepare(config)
+    container = prepare(config, starts=False)
     if cpu_backend.is_active() and config.launch.ranks is not None:
         rehearse(config)
     return resolved(config, container)
 
 
-def _check(config: DistillConfig, container: ConfigContainer, asked: dict) -> None:
+def _check(config: DistillConfig, container: ConfigContainer, asked: dict, *, starts: bool) -> None:
     profiling.configure(config.profile, container)
-    checks.check(config, container, on_cpu=cpu_backend.is_active(), asked=asked)
+    on_cpu = cpu_backend.is_active()
+    checks.check(config, container, on_cpu=on_cpu, starts=starts, asked=asked)
 
 
 def run(config: DistillConfig, container: ConfigContainer) -> None:

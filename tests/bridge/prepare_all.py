@@ -1,5 +1,6 @@
 """Prepare one recipe with several lists of overrides, read as JSON from standard input, and start
-nothing: prints one line of JSON per list, "accepted" or the refusal.
+nothing: prints one line of JSON per list, "accepted" or the refusal. A list that begins with
+"start" is checked as for a run that would start next, in this process alone.
 """
 
 import json
@@ -16,8 +17,10 @@ def main() -> None:
     from megatron_kd.host import train as bridge
 
     for overrides in json.load(sys.stdin):
+        starts = overrides[:1] == ["start"]
         try:
-            bridge.prepare(from_recipe(sys.argv[1], overrides))
+            config = from_recipe(sys.argv[1], overrides[1:] if starts else overrides)
+            bridge.prepare(config, starts=starts)
             answer = "accepted"
         except (ValueError, OSError) as error:
             answer = str(error)

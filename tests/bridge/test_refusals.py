@@ -2,6 +2,7 @@
 would run.
 """
 
+import json
 import subprocess
 import sys
 
@@ -31,6 +32,15 @@ def wrong_caches(world):
     return made
 
 
+def teacher_of_another_vocabulary(world):
+    """A teacher's directory with the configuration alone, as no more is read of it here."""
+    directory = world.parent / "wrong" / "teacher"
+    directory.mkdir(parents=True)
+    config = json.loads((world.parent / "teacher" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 512}))
+    return directory
+
+
 def many_short_documents(world):
     """A cache of block-packed samples that need 64 positions when every document is padded to 4."""
     folder = world.parent / "short-documents"
@@ -52,8 +62,33 @@ def answers(world):
     ]
     context = "bridge.model.context_parallel_size"
     short = f"cache.path={many_short_documents(world)}"
+    two_stages = ["bridge.model.pipeline_model_parallel_size=2", "bridge.train.eval_iters=0"]
+    tensor = "bridge.model.tensor_model_parallel_size"
     cases = {
         "fine": [],
+        "uneven replicas": ["launch.ranks_per_node=3", f"{tensor}=2"],
+        "whole replicas": ["launch.ranks_per_node=4", f"{tensor}=2"],
+        "nodes alone": ["launch.nodes=2"],
+        "started alone": ["start", "launch.ranks_per_node=2", f"{tensor}=2"],
+        "fewer samples than a batch": [
+            "data.dataloader=cyclic",
+            "bridge.train.global_batch_size=64",
+        ],
+        "online, virtual pipeline": [
+            *online,
+            *two_stages,
+            "bridge.model.virtual_pipeline_model_parallel_size=2",
+            "bridge.model.overlap_p2p_comm=true",
+            "bridge.model.batch_p2p_comm=false",
+        ],
+        "online, teacher's heads": [*online, f"{tensor}=8"],
+        "online, another vocabulary": [
+            *online,
+            f"teacher.hf_path={teacher_of_another_vocabulary(world)}",
+        ],
+        "online, last stage": [*online, *two_stages, "hidden_states.pairs=[[1,2],[-1,3]]"],
+        "online, earlier stage": [*online, *two_stages, "hidden_states.pairs=[[0,3]]"],
+        "online, teacher's earlier stage": [*online, *two_stages, "hidden_states.pairs=[[1,1]]"],
         "block": [block, f"{context}=2"],
         "block micro-batches": [block, "bridge.train.micro_batch_size=2"],
         "short documents": [short],
@@ -106,6 +141,17 @@ def answers(world):
     ("case", "expected"),
     [
         ("fine", ["accepted"]),
+        ("uneven replicas", ["3 ranks", "replicas of 2 ranks", "torchrun --nproc-per-node"]),
+        ("whole replicas", ["accepted"]),
+        ("nodes alone", ["launch.nodes needs launch.ranks_per_node"]),
+        ("started alone", ["1 ranks", "replicas of 2 ranks", "torchrun --nproc-per-node"]),
+        ("fewer samples than a batch", ["there are 40", "is 64", "data.dataloader=single"]),
+        ("online, virtual pipeline", ["no virtual pipeline", "distil offline"]),
+        ("online, teacher's heads", ["num_attention_heads of 4", "parallel_size=8"]),
+        ("online, another vocabulary", ["teacher has 512 ids, the student 500", "--vocab-size"]),
+        ("online, last stage", ["accepted"]),
+        ("online, earlier stage", ["names layer 0", "last pipeline stage", "fewer stages"]),
+        ("online, teacher's earlier stage", ["names layer 1", "last pipeline stage"]),
         ("online", ["accepted"]),
         ("block", ["accepted"]),
         ("block micro-batches", ["micro_batch_size=1, not 2"]),

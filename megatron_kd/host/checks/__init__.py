@@ -18,20 +18,28 @@ from megatron_kd.host.checks.layout import check_layout, check_required
 from megatron_kd.host.checks.online import check_online
 
 
-def check(config: DistillConfig, container, *, on_cpu: bool, asked: dict | None = None) -> None:
+def check(
+    config: DistillConfig,
+    container,
+    *,
+    on_cpu: bool,
+    starts: bool,
+    asked: dict | None = None,
+) -> None:
     """Check everything that can be checked without a process group.
 
     Args:
         config: The run.
         container: The host's configuration of it, datasets included.
         on_cpu: Whether it is for the CPU backend.
+        starts: Whether the run starts next, on the ranks that are there.
         asked: Section → field → value, what the user set by hand; None takes the recipe's section
             `bridge`.
 
     Raises:
         ConfigError: Two parts do not fit; the message names both and the remedy.
     """
-    ranks = world_size(config)
+    ranks = world_size(config, starts=starts)
     check_required(config.bridge if asked is None else asked)
     check_features(config, container, on_cpu=on_cpu)
     check_layout(config, container, ranks)
@@ -42,9 +50,14 @@ def check(config: DistillConfig, container, *, on_cpu: bool, asked: dict | None 
     check_by_host(container, ranks)
 
 
-def world_size(config: DistillConfig) -> int | None:
-    """How many ranks the run has: those that were started, else those its recipe names; None where
-    neither says it.
+def world_size(config: DistillConfig, *, starts: bool) -> int | None:
+    """How many ranks the run has.
+
+    A run that starts has those that torchrun says it started, or one where the process was started
+    alone. Where nothing starts (dry run, doctor) a process that was started alone stands for the
+    ranks that the recipe names; None where it names none.
     """
     started = os.environ.get("WORLD_SIZE")
-    return int(started) if started else config.launch.ranks
+    if started:
+        return int(started)
+    return 1 if starts else config.launch.ranks

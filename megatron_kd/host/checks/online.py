@@ -1,8 +1,12 @@
 """What a resident teacher asks of the student beside it."""
 
+import copy
+
 from megatron_kd.config import FINAL_NORM, DistillConfig, HiddenStatesConfig
 from megatron_kd.host import versions
 from megatron_kd.host.container import model_provider
+from megatron_kd.host.online.hidden_layers import layer_name
+from megatron_kd.host.online.modelopt import SHARED_FIELDS
 from megatron_kd.typed_mapping import ConfigError
 
 
@@ -40,6 +44,7 @@ def check_online(config: DistillConfig, container) -> None:
             "ModelOpt's distillation has no virtual pipeline; unset it, or distil offline"
         )
     _check_layers(config.hidden_states, student, teacher)
+    _check_stages(config.hidden_states, student, teacher)
     tp = student.tensor_model_parallel_size
     for name in ("num_attention_heads", "num_query_groups"):
         if getattr(teacher, name) % tp:
@@ -72,3 +77,21 @@ def _check_layers(config: HiddenStatesConfig, student, teacher) -> None:
                 f"graph, so a loss on layer {pair[0]} would have no gradient; use {FINAL_NORM}, or "
                 "recompute_granularity=selective"
             )
+
+
+def _check_stages(config: HiddenStatesConfig, student, teacher) -> None:
+    """Refuse layers of an earlier pipeline stage. A layout that is spelled out stage by stage is
+    known only when the model is built; there `layer_name` refuses the same.
+
+    Raises:
+        ConfigError: Names the layer.
+    """
+    stages = student.pipeline_model_parallel_size
+    if stages == 1 or student.pipeline_model_parallel_layout:
+        return
+    teacher = copy.copy(teacher)
+    for name in SHARED_FIELDS:
+        setattr(teacher, name, getattr(student, name))
+    for pair in config.pairs:
+        for layer, provider in zip(pair, (student, teacher), strict=True):
+            layer_name(layer, provider, stage=stages - 1)

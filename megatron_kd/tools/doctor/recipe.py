@@ -23,7 +23,7 @@ def check_recipe(config: DistillConfig) -> Iterator[Finding]:
     from megatron_kd.host import train as bridge
 
     try:
-        container = bridge.prepare(config)
+        container = bridge.prepare(config, starts=False)
     except (ValueError, OSError) as error:
         yield Finding("fault", "recipe", str(error), "see the message")
         return
