@@ -40,7 +40,7 @@ class MegatronOptions(BatchedModelOptions):
         recorded_at_default=True,
         choices=("auto", "float32", "bfloat16"),
     )
-    tensor_parallel: int = option(1, "ranks that share each layer", minimum=1)
+    tensor_parallel: int = option(1, "ranks that share each layer", shapes_rows=True, minimum=1)
     pipeline_parallel: int = option(1, "ranks that share the layers out", minimum=1)
 
 

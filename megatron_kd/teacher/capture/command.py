@@ -5,13 +5,13 @@ array. A run that was stopped, or killed, goes on where it was when the same com
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from megatron_kd.cache.codecs import CODECS
 from megatron_kd.cache.format import HIDDEN_DTYPES, SAMPLINGS
-from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS
 from megatron_kd.teacher.capture.engine_arguments import (
     add_engine_arguments,
     given_engine_options,
@@ -39,22 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", action="append", help="only this split (may be repeated)")
 
     kept = parser.add_argument_group("what is kept of each distribution")
-    kept.add_argument("--topk", type=int, default=100)
+    kept.add_argument("--topk", type=int, default=CaptureJob.topk)
     kept.add_argument(
-        "--top-p", type=float, default=1.0, help="cut the K where their mass reaches this"
+        "--top-p",
+        type=float,
+        default=CaptureJob.top_p,
+        help="cut the K where their mass reaches this",
     )
     kept.add_argument(
         "--sampling",
-        default="topk",
+        default=CaptureJob.sampling,
         choices=SAMPLINGS,
         help="random: K draws instead of the K largest",
     )
-    kept.add_argument("--seed", type=int, default=1234, help="seed of the random draws")
+    kept.add_argument("--seed", type=int, default=CaptureJob.seed, help="seed of the random draws")
     kept.add_argument(
         "--temperatures",
         type=float,
         nargs="+",
-        default=(),
+        default=CaptureJob.temperatures,
         help="keep exact normalisers at these too",
     )
     kept.add_argument(
@@ -65,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     stored = parser.add_argument_group("how it is stored")
-    stored.add_argument("--codec", default="compact", choices=CODECS)
-    stored.add_argument("--shard-positions", type=int, default=DEFAULT_SHARD_POSITIONS)
+    stored.add_argument("--codec", default=CaptureJob.codec, choices=CODECS)
+    stored.add_argument("--shard-positions", type=int, default=CaptureJob.shard_positions)
     stored.add_argument(
         "--license",
         dest="licence",
@@ -117,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         worker = Worker.from_environment(os.environ, ranks=not engine.spans_ranks)
     options = next(iter(jobs.values()))[0].engine_options()
     try:
-        with stoppable(), explained_absence(args.engine), engine.session(options) as leads:
+        with stoppable(), contextlib.ExitStack() as entered:
+            with explained_absence(args.engine):
+                leads = entered.enter_context(engine.session(options))
             if not leads:
                 return 0
             complete = capture(jobs, worker)

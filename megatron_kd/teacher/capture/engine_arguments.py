@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any
 
+from megatron_kd.teacher.capture.job import CaptureJob
 from megatron_kd.teacher.engines import ENGINES, engine_class
 from megatron_kd.teacher.engines.base import EngineError
 
@@ -19,7 +20,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     Raises:
         ValueError: Two engines mean different types by one option.
     """
-    parser.add_argument("--engine", default="transformers", choices=sorted(ENGINES))
+    parser.add_argument("--engine", default=CaptureJob.engine, choices=sorted(ENGINES))
     group = parser.add_argument_group("options of the engines")
     for name, by_engine in _fields_by_name().items():
         first, *others = (_parsing(f, kind) for f, kind in by_engine.values())

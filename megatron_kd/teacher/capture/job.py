@@ -14,7 +14,7 @@ import numpy as np
 from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheSpec
 from megatron_kd.cache.writer import DEFAULT_SHARD_POSITIONS, plan_shards
 from megatron_kd.data.sequences import SequenceReader
-from megatron_kd.teacher.engines import engine_class
+from megatron_kd.teacher.engines import engine_class, explained_absence
 from megatron_kd.teacher.engines.base import (
     EngineError,
     EngineOptions,
@@ -36,10 +36,10 @@ class CaptureJob:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own options that were given."""
     topk: int = 100
-    top_p: float = 1.0
-    sampling: str = "topk"
-    seed: int = 1234
-    temperatures: tuple[float, ...] = ()
+    top_p: float = RowRequest.top_p
+    sampling: str = RowRequest.sampling
+    seed: int = RowRequest.seed
+    temperatures: tuple[float, ...] = RowRequest.temperatures
     hidden_dtype: str | None = None
     """None keeps no hidden states."""
     codec: str = "compact"
@@ -94,7 +94,8 @@ def resolve(job: CaptureJob) -> ResolvedJob:
     data = reader.manifest
     options = job.engine_options()
     engine = engine_class(job.engine)
-    described = engine.describe(job.teacher, options)
+    with explained_absence(job.engine):
+        described = engine.describe(job.teacher, options)
     vocab_size = job.vocab_size or data["vocab_size"]
     if described.output_rows is not None and described.output_rows < vocab_size:
         raise EngineError(

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from megatron_kd.teacher.capture.sample_documents import SampleRows, placed_docu
 from megatron_kd.teacher.capture.workers import Worker
 from megatron_kd.teacher.engines import engine_class, explained_absence
 from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
-from megatron_kd.teacher.engines.http_client import API_KEY
 
 _TELLING_TOPK = 20
 """With fewer candidates a good teacher may miss many next tokens."""
@@ -88,27 +87,36 @@ def recapture(path: str | os.PathLike, shards: Sequence[int] | None = None) -> d
             f"{path} does not say how megatron-kd capture made it; run megatron-kd capture with "
             "its parameters again"
         )
-    if job.options.get("trust_remote_code"):  # a manifest must not be able to ask for that
-        raise EngineError(
-            f"{path} was captured with --trust-remote-code, which is never repeated unasked; "
-            "give its megatron-kd capture command again"
-        )
-    if job.options.get("server") and os.environ.get(API_KEY):
-        raise EngineError(
-            f"{path} names its own servers {list(job.options['server'])}, to which the key in "
-            f"{API_KEY} is not sent unasked; give its megatron-kd capture command again, which "
-            "makes the missing shards"
-        )
-    with explained_absence(job.engine):
-        resolved, directory = _open(resolve(job), directory.folder)
-        if directory.is_complete:
-            again = directory.missing(resolved.plan) if shards is None else shards
-            directory.keep_origin(asdict(job))
-            directory.reopen(without=again)
-        with _Engines() as engines:
-            _make(resolved, directory, directory.folder.name, Worker(), engines)
+    _refuse_unasked(path, job)
+    resolved, directory = _open(resolve(job), directory.folder)
+    if directory.is_complete:
+        again = directory.missing(resolved.plan) if shards is None else shards
+        directory.keep_origin(asdict(job))
+        directory.reopen(without=again)
+    with _Engines() as engines:
+        _make(resolved, directory, directory.folder.name, Worker(), engines)
     _complete(resolved, directory)
     return directory.manifest()[0]
+
+
+def _refuse_unasked(path: str | os.PathLike, job: CaptureJob) -> None:
+    """Refuse what a manifest must not be able to ask for (`unasked` of `option`)."""
+    for f in fields(engine_class(job.engine).Options):
+        unasked = f.metadata["unasked"]
+        if unasked is True or job.options.get(f.name, f.default) == f.default:
+            continue
+        flag = f"--{f.name.replace('_', '-')}"
+        if unasked is False:
+            raise EngineError(
+                f"{path} was captured with {flag}, which is never repeated unasked; give its "
+                "megatron-kd capture command again"
+            )
+        if os.environ.get(unasked):
+            raise EngineError(
+                f"{path} names its own {flag} {job.options[f.name]}, to which what {unasked} holds "
+                "is not sent unasked; give its megatron-kd capture command again, which makes the "
+                "missing shards"
+            )
 
 
 def _recorded_job(directory: CacheDirectory) -> CaptureJob | None:
@@ -151,7 +159,9 @@ class _Engines:
         key = (job.engine, job.teacher, resolved.request, resolved.options)
         if key != self._key:
             self.__exit__()
-            self._engine = engine_class(job.engine)(job.teacher, resolved.request, resolved.options)
+            engine = engine_class(job.engine)
+            with explained_absence(job.engine):
+                self._engine = engine(job.teacher, resolved.request, resolved.options)
             self._key = key
         return self._engine
 

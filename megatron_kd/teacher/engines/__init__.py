@@ -37,7 +37,8 @@ def engine_class(name: str) -> type[TeacherEngine]:
 @contextlib.contextmanager
 def explained_absence(name: str) -> Iterator[None]:
     """While inside, a package that is not installed is an EngineError that names engine and
-    package. Engines import what is heavy when it is needed, so this may come late."""
+    package. Engines import what is heavy when it is needed, so this may come as late as the
+    session, `describe` or the constructor."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -131,6 +131,7 @@ def option(
     *,
     shapes_rows: bool = False,
     recorded_at_default: bool = False,
+    unasked: bool | str = True,
     choices: tuple[str, ...] | None = None,
     minimum: float | None = None,
     metavar: str | None = None,
@@ -145,6 +146,9 @@ def option(
             in the cache, and a resumed capture with another value is refused.
         recorded_at_default: Record it at its default too. The first caches hold some options so.
             Leave it out for a new one: caches from before the option can then be resumed.
+        unasked: Whether `megatron-kd verify --repair`, which asks nobody, takes another value from
+            a manifest, which anybody may have written. A name: not while the environment has a
+            variable of that name, whose value would then go where the manifest says.
         choices: The only values there are, beside a default of None.
         minimum: The smallest value there is.
         metavar: What stands for the value in the help.
@@ -153,6 +157,7 @@ def option(
         help=help,
         shapes_rows=shapes_rows,
         recorded_at_default=recorded_at_default,
+        unasked=unasked,
         choices=choices,
         minimum=minimum,
         metavar=metavar,

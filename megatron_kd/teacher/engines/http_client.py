@@ -37,7 +37,10 @@ class HttpOptions(EngineOptions):
     """How servers are spoken to. None of it changes the rows."""
 
     server: tuple[str, ...] = option(
-        (), "a server's address; repeat it for several, which share the work", metavar="URL"
+        (),
+        "a server's address; repeat it for several, which share the work",
+        unasked=API_KEY,
+        metavar="URL",
     )
     concurrency: int = option(16, "requests under way at once, over all servers", minimum=1)
     timeout_s: float = option(600.0, "seconds from sending a request to its answer's last byte")

@@ -23,7 +23,7 @@ class ModelDirectoryOptions(EngineOptions):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     trust_remote_code: bool = option(
-        False, "run code that the model directory brings", shapes_rows=True
+        False, "run code that the model directory brings", shapes_rows=True, unasked=False
     )
 
 

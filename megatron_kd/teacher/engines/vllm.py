@@ -41,7 +41,7 @@ class VllmOptions(ModelDirectoryOptions):
         recorded_at_default=True,
         minimum=1,
     )
-    tensor_parallel: int = option(1, "GPUs that share each layer", minimum=1)
+    tensor_parallel: int = option(1, "GPUs that share each layer", shapes_rows=True, minimum=1)
     max_model_len: int | None = option(
         None, "the longest prompt, in tokens; left out: the model's own limit"
     )

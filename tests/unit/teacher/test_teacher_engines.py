@@ -4,7 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from tiny_teacher import VOCAB
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cli import main
+from megatron_kd.host.megatron_engine.engine import MegatronOptions
 from megatron_kd.teacher.capture.job import CaptureJob
 from megatron_kd.teacher.capture.shards import capture, recapture
 from megatron_kd.teacher.capture.workers import Worker
@@ -25,6 +26,7 @@ from megatron_kd.teacher.engines.base import (
     TeacherRows,
     option,
 )
+from megatron_kd.teacher.engines.vllm import VllmOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,27 @@ def test_another_value_is_refused_on_resume(
     assert len(CacheReader(tmp_path / "cache" / "train")) == 12
 
 
+@pytest.mark.parametrize("unasked", [False, "COUNTING_KEY"])
+def test_an_option_that_is_not_taken_unasked(unasked, counting, data, tmp_path, monkeypatch):
+    """By the option's mark, whatever it is called: a manifest must not be able to ask for it."""
+    marked = next(f for f in fields(CountingOptions) if f.name == "listener")
+    monkeypatch.setattr(marked, "metadata", {**marked.metadata, "unasked": unasked})
+    monkeypatch.setenv("COUNTING_KEY", "secret")
+    assert main(arguments(data, tmp_path / "cache", "--listener", "a")) == 0
+    with pytest.raises(EngineError, match="--listener.* unasked; give its .* command again"):
+        recapture(tmp_path / "cache" / "train", [1])
+    monkeypatch.delenv("COUNTING_KEY")
+    if unasked:  # nothing that the listener could be told
+        recapture(tmp_path / "cache" / "train", [1])
+
+
+@pytest.mark.parametrize("options", [VllmOptions, MegatronOptions])
+def test_a_split_of_the_layers_is_recorded_where_there_is_one(options):
+    """Other partial sums round otherwise. At the default a manifest stays as it was."""
+    assert "tensor_parallel" not in options().recorded()
+    assert options(tensor_parallel=2).recorded()["tensor_parallel"] == 2
+
+
 def test_shards_are_made_again_under_the_recorded_options(counting, data, tmp_path):
     assert main(arguments(data, tmp_path / "cache", "--stride", "3", "--listener", "a")) == 0
     before = shards_of(tmp_path / "cache")
@@ -196,11 +219,33 @@ def test_a_missing_package_is_named_and_hides_no_other_engine(data, tmp_path, mo
         def describe(cls, teacher, options):
             import no_such_package  # noqa: F401
 
-    monkeypatch.setitem(ENGINES, "late", Late)
-    for name in ("early", "late"):
+    class Later(CountingEngine):
+        def __init__(self, *arguments):
+            import no_such_package  # noqa: F401
+
+    class InSession(CountingEngine):
+        @classmethod
+        def session(cls, options):
+            import no_such_package  # noqa: F401
+
+    engines = {"late": Late, "later": Later, "in-session": InSession}
+    for name, engine in engines.items():
+        monkeypatch.setitem(ENGINES, name, engine)
+    for name in ("early", *engines):
         assert main([*arguments(data, tmp_path / "cache")[:-1], name]) == 1
         words = capsys.readouterr().err
         assert f"the {name} engine needs the package no_such_package" in words
+
+
+def test_a_package_missing_elsewhere_is_not_the_engines(counting, data, tmp_path, monkeypatch):
+    """What encodes a cache is no part of the teacher."""
+
+    def append(*arguments, **options):
+        raise ModuleNotFoundError("No module named 'no_such_package'", name="no_such_package")
+
+    monkeypatch.setattr("megatron_kd.cache.writer.ShardWriter.append", append)
+    with pytest.raises(ModuleNotFoundError):
+        main(arguments(data, tmp_path / "cache"))
 
 
 def test_an_option_means_one_type(monkeypatch, capsys):
