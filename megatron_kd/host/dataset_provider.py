@@ -20,7 +20,8 @@ nothing."""
 
 @dataclass(kw_only=True)
 class DistillDatasetProvider(DatasetProvider):
-    """Recorded in the host's `run_config.yaml`, so its fields hold plain values only.
+    """Recorded in the host's `run_config.yaml`, so its fields are plain values, or dataclasses of
+    them; what it has opened is kept beside the fields.
 
     Each split is opened, and checked, once in the life of a provider; whoever needs its manifest or
     its samples before training asks the provider.
