@@ -17,7 +17,8 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="session")
 def uninitialized_memory_is_nan():
-    """What is used before it is written shows as NaN; spawned ranks see to it themselves."""
+    """What is used before it is written shows as NaN, in this process. The ranks of `run_ranks`
+    poison their own; other processes (a command, torchrun) have memory as it comes."""
     import nan_memory
 
     nan_memory.poison()

@@ -1,4 +1,5 @@
-"""Memory that nobody wrote reads as NaN in this suite, in its own process and in spawned ranks."""
+"""Memory that nobody wrote reads as NaN in this suite's own process; for the ranks of `run_ranks`
+tests/dist/test_gloo.py sees to it."""
 
 import torch
 

@@ -49,7 +49,9 @@ def test_input_arguments_environment_and_folder_arrive(tmp_path):
 
 
 def test_nothing_is_left_for_the_next():
-    run("-c", "import torch, json; torch.manual_seed(3); json.left = 1; torch.set_num_threads(2)")
+    code = "import torch, json; torch.manual_seed(3); json.left = 1; torch.set_num_threads(2)"
+    first = run("-c", code)
+    assert first.returncode == 0, first.stderr
     code = "import torch, json; print(hasattr(json, 'left'), torch.initial_seed() == 3)"
     assert run("-c", code).stdout.split() == ["False", "False"]
 
