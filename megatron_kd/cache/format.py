@@ -16,13 +16,14 @@ from typing import Any
 import xxhash
 
 from megatron_kd.cache.codecs import CODECS
+from megatron_kd.cache.codecs.base import ID_BITS
 from megatron_kd.files import canonical_json, sha256_json
 
 FORMAT = "megatron-kd cache"
 VERSION = 1
 HIDDEN_DTYPES = ("float16", "bfloat16", "float32")
 SAMPLINGS = ("topk", "random")
-MAX_VOCAB_SIZE = 1 << 20
+MAX_VOCAB_SIZE = 1 << ID_BITS
 MANIFEST_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
 SPEC_NAME = "spec.json"
@@ -66,7 +67,7 @@ class CacheSpec:
     data: str | Mapping | None = None
     """Fingerprint of the prepared data."""
     temperatures: tuple[float, ...] = ()
-    """Further temperatures whose log normaliser is kept per position."""
+    """Further temperatures whose log normalizer is kept per position."""
     hidden_size: int = 0
     """Width of the teacher's hidden state kept per position; 0 keeps none."""
     hidden_dtype: str = "float16"

@@ -153,7 +153,7 @@ class MappedShard:
             for index, tau in enumerate(self.spec.temperatures)
         }
         if not all(np.isfinite(column).all() for column in columns.values()):
-            raise self._damaged(local, "a normaliser is no finite number")
+            raise self._damaged(local, "a normalizer is no finite number")
         return columns
 
     def hidden(self, local: int) -> np.ndarray | None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_kd.cache.codecs import CODECS, RowEntries
+from megatron_kd.cache.codecs.base import LARGEST_HALF
 from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheError, CacheSpec, token_hash
 from megatron_kd.cache.shard import pack_tokens, to_bfloat16
 
 POSITIVE_NATS = 1e-3  # log-probabilities up to here are rounding, and become 0
 MASS_TOLERANCE = 5e-3  # what half precision and bfloat16 rows may exceed 1 by
-LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _check_rows(spec: CacheSpec, where: str, positions, ids, logprobs) -> RowEnt
         refuse(
             mass > 1 + MASS_TOLERANCE,
             lambda row: (
-                f"probabilities sum to {mass[row]:.4f}; they need the full-vocabulary normaliser"
+                f"probabilities sum to {mass[row]:.4f}; they need the full-vocabulary normalizer"
             ),
         )
     return RowEntries(counts, ids[used], logprobs[used], np.minimum(mass, 1.0))

@@ -105,7 +105,7 @@ def _bytes_per_position(reader: CacheReader) -> dict[str, float]:
     spent: dict[str, int] = defaultdict(int)
     groups = {**GROUPS, **CODECS[reader.spec.codec].groups}
     for index in range(len(reader.spec.temperatures)):
-        groups[f"log_z.{index}"] = "log normalisers"
+        groups[f"log_z.{index}"] = "log normalizers"
     for entry in reader.shards:
         path = reader.shard_path(entry)
         with open(path, "rb") as file:

@@ -71,7 +71,7 @@ class SampleWriter(ABC):
             tokens: [n] integer.
             loss_mask: [n] bool or 0/1; the last one is 0, as nothing follows the last token.
             topk_ids: [n or R, K] integer, distinct along K; -1 marks an unused slot.
-            topk_logprobs: [n or R, K] floating, nats, full-vocabulary normaliser; -inf in unused
+            topk_logprobs: [n or R, K] floating, nats, full-vocabulary normalizer; -inf in unused
                 slots.
             cu_seqlens: [documents + 1] integer document bounds, from 0 to n; None: one document.
             log_z: {τ: [n or R] floating} for exactly the spec's temperatures.

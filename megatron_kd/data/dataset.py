@@ -35,14 +35,14 @@ class SampleSource(Protocol):
 class SampleOptions:
     """How a stored sample becomes tensors."""
 
-    sequence_length: int = 0
-    """S. A stored sample longer than S + 1 tokens is refused when it is read."""
+    sequence_length: int
+    """s. A stored sample longer than s + 1 tokens is refused when it is read."""
 
     topk: int | None = None
-    """K, if fewer than the cache's are used: the most likely ones."""
+    """k, if fewer than the cache's are used: the most likely ones."""
 
     temperature: float = 1.0
-    """The loss's τ; where the cache holds the teacher's normaliser at it, items carry it."""
+    """The loss's τ; where the cache holds the teacher's normalizer at it, items carry it."""
 
     hidden_states: bool = False
     """Items carry the teacher's last hidden state, which the cache must hold."""
@@ -67,10 +67,10 @@ class DistillDataset(torch.utils.data.Dataset):
         period: Items after which the same samples come again, for evaluation: every evaluation sees
             one set.
 
-    Items are mappings of tensors: tokens, labels, position_ids [S] int64, loss_mask [S] fp32,
-    sample_index [1] int64; from a cache, topk_ids [S, K] int32 (−1 where nothing is stored),
-    topk_logprobs [S, K] fp32, nats (−inf), and teacher_hidden [S, H] fp16 or fp32 (0); with
-    documents apart, cu_seqlens [D + 1] int32, from 0 to S, one length per sample.
+    Items are mappings of tensors: tokens, labels, position_ids [s] int64, loss_mask [s] fp32,
+    sample_index [1] int64; from a cache, topk_ids [s, k] int32 (−1 where nothing is stored),
+    topk_logprobs [s, k] fp32, nats (−inf), and teacher_hidden [s, h] fp16 or fp32 (0); with
+    documents apart, cu_seqlens [documents + 1] int32, from 0 to s, one length per sample.
     """
 
     def __init__(
@@ -108,23 +108,23 @@ class DistillDataset(torch.utils.data.Dataset):
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         index = self.sample_index(item)
         sample = self.source[index]
-        options, S, n = self.options, self.options.sequence_length, len(sample.tokens)
+        options, s, n = self.options, self.options.sequence_length, len(sample.tokens)
         rows = places = slice(0, n - 1)
         bounds, end = None, n - 1
         if options.documents_apart:
             layout = DocumentLayout.of(sample.cu_seqlens, options.document_multiple)
             rows, places, end = layout.rows, layout.places, int(layout.bounds[-1])
-            bounds = layout.filled(S) if end <= S else None
-        if end > S:
+            bounds = layout.filled(s) if end <= s else None
+        if end > s:
             raise ValueError(
                 f"sample {index} has {n} tokens and needs {end} positions, but the model's "
-                f"sequence length is {S}; raise bridge.model.seq_length, or prepare again with a "
+                f"sequence length is {s}; raise bridge.model.seq_length, or prepare again with a "
                 "shorter --seq-length"
             )
 
         def spread(values, filler, dtype):
-            """values [n, …] of the sample → [S, …], row t where tokens[t] is an input."""
-            out = np.full((S, *values.shape[1:]), filler, dtype)
+            """values [n, …] of the sample → [s, …], row t where tokens[t] is an input."""
+            out = np.full((s, *values.shape[1:]), filler, dtype)
             out[places] = values[rows]
             return torch.from_numpy(out)
 
@@ -132,7 +132,7 @@ class DistillDataset(torch.utils.data.Dataset):
         item = {
             "tokens": spread(sample.tokens, PAD_TOKEN, np.int64),
             "labels": spread(labels, PAD_TOKEN, np.int64),
-            "position_ids": torch.arange(S, dtype=torch.int64),
+            "position_ids": torch.arange(s, dtype=torch.int64),
             "loss_mask": spread(sample.loss_mask, 0, np.float32),
             "sample_index": torch.tensor([index], dtype=torch.int64),
         }
@@ -145,14 +145,14 @@ class DistillDataset(torch.utils.data.Dataset):
             place[rows] = np.arange(n - 1) if isinstance(places, slice) else places
             place = place[stored.positions]
             # The cache gives each position's entries from the most likely to the least.
-            item["topk_ids"] = _placed(stored.topk_ids[:, : options.topk], place, S, -1)
+            item["topk_ids"] = _placed(stored.topk_ids[:, : options.topk], place, s, -1)
             item["topk_logprobs"] = _placed(
-                stored.topk_logprobs[:, : options.topk], place, S, -np.inf
+                stored.topk_logprobs[:, : options.topk], place, s, -np.inf
             )
             if options.temperature != 1.0 and options.temperature in stored.log_z:
-                item["log_z_tau"] = _placed(stored.log_z[options.temperature], place, S, 0)
+                item["log_z_tau"] = _placed(stored.log_z[options.temperature], place, s, 0)
             if options.hidden_states:
-                item["teacher_hidden"] = _placed(stored.hidden, place, S, 0)
+                item["teacher_hidden"] = _placed(stored.hidden, place, s, 0)
         return item
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -8,9 +8,8 @@ s sequence, b micro-batch, v vocabulary, k support.
 import torch
 
 from megatron_kd.losses.divergence import Divergence, objective_unit
+from megatron_kd.losses.kernels import NEG_INF
 from megatron_kd.losses.target import TopKTarget
-
-NEG_INF = float("-inf")
 
 
 def topk_loss(

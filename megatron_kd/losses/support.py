@@ -11,11 +11,11 @@ import logging
 import torch
 
 from megatron_kd.losses.divergence import Divergence
+from megatron_kd.losses.kernels import NEG_INF
 from megatron_kd.losses.objectives import Objective, StudentProbabilities, TeacherProbabilities
 
 logger = logging.getLogger(__name__)
 
-NEG_INF = float("-inf")
 _warned: set[str] = set()
 
 

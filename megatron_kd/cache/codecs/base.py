@@ -15,6 +15,12 @@ import numpy as np
 
 from megatron_kd.files import TensorLayout
 
+ID_BITS = 20
+"""Of an id at most: a vocabulary has at most 2^20 ids."""
+
+LARGEST_HALF = 65504.0
+"""The largest number in half precision."""
+
 
 class RowSpec(Protocol):
     """What a codec reads of a `CacheSpec`."""

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_kd.cache.codecs.base import Codec, RowEntries, RowSpec, wide_ids
+from megatron_kd.cache.codecs.base import (
+    ID_BITS,
+    LARGEST_HALF,
+    Codec,
+    RowEntries,
+    RowSpec,
+    wide_ids,
+)
 from megatron_kd.files import TensorLayout
 
-LARGEST_HALF = 65504.0
-ID_BITS = 20  # MAX_VOCAB_SIZE of the format
 # The value of every half, by its bits: a look-up is faster than a cast.
 HALF_TO_FLOAT = np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
 

@@ -163,7 +163,7 @@ def captured_samples(folder: Path, compression: Compression) -> Iterator[Capture
         if missing:
             raise CacheError(
                 f"{file} has no column {', '.join(missing)}; DistillKit's older captures hold "
-                "logits without a normaliser and cannot be converted"
+                "logits without a normalizer and cannot be converted"
             )
         for batch in parquet.iter_batches(batch_size=16, columns=list(COLUMNS)):
             for index in range(batch.num_rows):

@@ -108,7 +108,7 @@ def _check_temperature(config: DistillConfig, source) -> None:
     if temperature not in captured:
         raise ConfigError(
             f"loss.tail=bucket at loss.temperature={temperature} needs the teacher's "
-            f"normaliser at that temperature; the cache holds those for {captured or 'none'}. "
+            f"normalizer at that temperature; the cache holds those for {captured or 'none'}. "
             f"Capture again with --temperatures {temperature}, or use tail none or renormalize"
         )
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         default=CaptureJob.temperatures,
-        help="keep exact normalisers at these too",
+        help="keep exact normalizers at these too",
     )
     kept.add_argument(
         "--hidden-dtype", choices=HIDDEN_DTYPES, help="keep last hidden states, in this dtype"

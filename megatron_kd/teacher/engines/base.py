@@ -4,7 +4,7 @@ distributions out.
 Letters: n tokens of a document, r asked rows, k kept candidates, v teacher vocabulary, h teacher
 hidden size.
 
-Row t is the teacher's distribution of tokens[t + 1] given tokens[0 .. t]. The normaliser is that of
+Row t is the teacher's distribution of tokens[t + 1] given tokens[0 .. t]. The normalizer is that of
 the whole vocabulary (ids below `vocab_size`) at temperature 1, whatever is kept of it.
 """
 
@@ -47,7 +47,7 @@ class RowRequest:
     """Seed of the random draws. What is drawn for a document depends on the seed and on the
     document's tokens, not on its place or batch."""
     temperatures: tuple[float, ...] = ()
-    """Further temperatures τ whose normaliser log Σ_v exp(log p_v / τ) is kept, so that τ ≠ 1 is
+    """Further temperatures τ whose normalizer log Σ_v exp(log p_v / τ) is kept, so that τ ≠ 1 is
     exact in training."""
     hidden: bool = False
     """Also return the hidden states that the output layer reads."""

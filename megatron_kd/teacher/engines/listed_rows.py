@@ -19,7 +19,7 @@ def refuse_unlisted(request: RowRequest, engine: str) -> None:
     """Refuses what candidate lists cannot give.
 
     Raises:
-        EngineError: the request asks for draws, normalisers or hidden states.
+        EngineError: the request asks for draws, normalizers or hidden states.
     """
     if request.sampling != "topk":
         raise EngineError(
@@ -28,7 +28,7 @@ def refuse_unlisted(request: RowRequest, engine: str) -> None:
         )
     if request.temperatures or request.hidden:
         raise EngineError(
-            f"the {engine} engine reports neither normalisers at other temperatures nor hidden "
+            f"the {engine} engine reports neither normalizers at other temperatures nor hidden "
             "states; use the transformers or megatron engine, or leave out --temperatures and "
             "--hidden-dtype"
         )

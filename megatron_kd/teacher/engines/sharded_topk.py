@@ -26,7 +26,7 @@ def select_sharded(
         uniforms: [r, k] float64 in [0, 1) with sampling "random", the same on every rank.
 
     Returns:
-        The same on every rank: ids [r, k] int32, log-probabilities [r, k] fp32, normalisers per
+        The same on every rank: ids [r, k] int32, log-probabilities [r, k] fp32, normalizers per
         temperature [r] fp32.
     """
     width = min(max(request.vocab_size - first_id, 0), logits.shape[-1])

@@ -14,7 +14,7 @@ from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRow
 _LOGIT_COPIES = 4
 
 Selected = tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]
-"""ids [r, k] int32, log-probabilities [r, k] fp32, and per temperature the normaliser [r] fp32."""
+"""ids [r, k] int32, log-probabilities [r, k] fp32, and per temperature the normalizer [r] fp32."""
 
 
 def chunk_rows(chunk_bytes: int, output_rows: int) -> int:
@@ -70,9 +70,9 @@ def select(
         uniforms: [r, k] float64 in [0, 1), needed with sampling "random": one number per draw.
 
     Returns:
-        ids [r, k] int32 and log-probabilities [r, k] fp32 (nats, whole-vocabulary normaliser),
+        ids [r, k] int32 and log-probabilities [r, k] fp32 (nats, whole-vocabulary normalizer),
         falling, ties by rising id, -1 and -inf in unused slots; and per temperature τ the
-        normaliser log Σ_v exp(log p_v / τ), [r] fp32.
+        normalizer log Σ_v exp(log p_v / τ), [r] fp32.
 
     Raises:
         EngineError: the logits are narrower than vocab_size, or hold NaN.

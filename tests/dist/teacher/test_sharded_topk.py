@@ -1,4 +1,4 @@
-"""The top-K merged over vocabulary shards is the top-K of the whole, ties, draws and normalisers
+"""The top-K merged over vocabulary shards is the top-K of the whole, ties, draws and normalizers
 included."""
 
 import numpy as np

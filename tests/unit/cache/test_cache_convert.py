@@ -246,7 +246,7 @@ def test_distillkit_refusals(tmp_path, capsys, fault):
     elif fault == "columns":
         table = pyarrow.table({"input_ids": [[1, 2]], "coeffs": [[[0.5]]]})
         pyarrow.parquet.write_table(table, saved / "data_0.parquet")
-        message = "without a normaliser"
+        message = "without a normalizer"
     elif fault == "k":
         config.write_text(config.read_text().replace("k: 12", "k: 14"))
         message = "shorter than the compression configuration"

@@ -60,7 +60,7 @@ def test_a_short_sample_is_padded_and_masked():
     assert torch.isinf(item["topk_logprobs"][3:]).all()
 
 
-def test_the_teachers_normaliser_comes_with_its_temperature():
+def test_the_teachers_normalizer_comes_with_its_temperature():
     assert dataset(temperature=2.0)[1]["log_z_tau"].tolist() == [1, 0, 3, 0, 5, 0, 7, 0]
     assert "log_z_tau" not in dataset(temperature=3.0)[1]
     assert "log_z_tau" not in dataset()[1]

@@ -105,7 +105,7 @@ def test_whole_support_is_the_textbook_divergence(temperature):
         torch.testing.assert_close(squared, expected * temperature**2, rtol=1e-9, atol=1e-10)
 
 
-def test_temperature_without_normaliser_keeps_the_mass_and_says_so_once(caplog, monkeypatch):
+def test_temperature_without_normalizer_keeps_the_mass_and_says_so_once(caplog, monkeypatch):
     monkeypatch.setattr("megatron_kd.losses.support._warned", set())
     monkeypatch.setattr(logger, "propagate", True)
     logprobs = torch.tensor([[[0.5, 0.3]]]).log()

@@ -138,7 +138,7 @@ def test_against_fp64(make, objective, tail):
 
 @pytest.mark.parametrize("tail", ["none", "renormalize"])
 @pytest.mark.parametrize("temperature", [0.05, 0.5, 3.0, 20.0])
-def test_temperature_without_captured_normaliser(temperature, tail):
+def test_temperature_without_captured_normalizer(temperature, tail):
     case = make_case(temperature=temperature, seed=8).with_options(
         objective="jsd", tail=tail, temperature_squared=True, ce_weight=0.5
     )

@@ -194,7 +194,7 @@ def test_block_packed_documents_are_read_alone(packing, teacher_dir, tmp_path):
         np.testing.assert_allclose(got.topk_logprobs[mask][:, 0], want.max(-1), atol=5e-3)
 
 
-def test_normalisers_and_hidden_states_reach_the_cache(data, teacher_dir, tmp_path):
+def test_normalizers_and_hidden_states_reach_the_cache(data, teacher_dir, tmp_path):
     more = ["--temperatures", "2", "0.5", "--hidden-dtype", "float32", "--codec", "fp16"]
     assert main(command(data, teacher_dir, tmp_path / "cache", *more)) == 0
     model = LlamaForCausalLM.from_pretrained(teacher_dir).eval()

@@ -38,7 +38,7 @@ def test_padding_rows_have_no_mass():
     torch.testing.assert_close(log_z[2.0].exp(), torch.full((3,), 33**0.5))
 
 
-def test_normaliser_at_a_temperature_gives_that_distribution():
+def test_normalizer_at_a_temperature_gives_that_distribution():
     logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)) * 4
     ids, logprobs, log_z = select(
         logits, RowRequest(topk=7, vocab_size=200, temperatures=(0.5, 3.0))
