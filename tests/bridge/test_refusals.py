@@ -141,10 +141,10 @@ def answers(world):
     ("case", "expected"),
     [
         ("fine", ["accepted"]),
-        ("uneven replicas", ["3 ranks", "replicas of 2 ranks", "torchrun --nproc-per-node"]),
+        ("uneven replicas", ["takes 2 ranks", "the run has 3;", "torchrun --nproc-per-node"]),
         ("whole replicas", ["accepted"]),
         ("nodes alone", ["launch.nodes needs launch.ranks_per_node"]),
-        ("started alone", ["1 ranks", "replicas of 2 ranks", "torchrun --nproc-per-node"]),
+        ("started alone", ["takes 2 ranks", "the run has 1;", "torchrun --nproc-per-node"]),
         ("fewer samples than a batch", ["there are 40", "is 64", "data.dataloader=single"]),
         ("online, virtual pipeline", ["no virtual pipeline", "distil offline"]),
         ("online, teacher's heads", ["num_attention_heads of 4", "parallel_size=8"]),

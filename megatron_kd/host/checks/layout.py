@@ -50,10 +50,10 @@ def _check_sizes(container, ranks: int | None) -> None:
     )
     if ranks is not None and ranks % per_replica:
         raise ConfigError(
-            f"{ranks} ranks cannot hold replicas of {per_replica} ranks (tensor "
+            f"a replica of the model takes {per_replica} ranks (tensor "
             f"{model.tensor_model_parallel_size} × pipeline {model.pipeline_model_parallel_size} × "
-            f"context {model.context_parallel_size}); start a multiple of that with torchrun "
-            "--nproc-per-node"
+            f"context {model.context_parallel_size}), and the run has {ranks}; start a multiple of "
+            "that with torchrun --nproc-per-node"
         )
     replicas = 1 if ranks is None else ranks // per_replica
     if train.global_batch_size % (train.micro_batch_size * replicas):
