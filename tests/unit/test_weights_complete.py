@@ -47,3 +47,28 @@ def test_missing_parameters_are_named_with_the_remedy():
         build(ALL - {"1.weight", "0.bias"})
     for part in ("/models/student", "0.bias, 1.weight", "mtp_num_layers=null", "load_weights"):
         assert part in str(refusal.value)
+
+
+def test_a_parameter_that_is_filled_in_part_is_missing():
+    """Rows of a vocabulary that the directory does not have, for one."""
+
+    def load(model):
+        with torch.no_grad():
+            model[0].weight[:2] = 0.5
+        return model
+
+    provider = Provider(load)
+    weights_complete.check_loading(provider, "/models/student")
+    with pytest.raises(weights_complete.MissingWeightsError, match="weights for weight,"):
+        provider.build([torch.nn.Linear(2, 3, bias=False)])
+
+
+def test_a_teacher_within_the_model_is_left_to_its_own_check():
+    model = torch.nn.Module()
+    model._teacher_model = torch.nn.Linear(2, 3)
+    torch.nn.init.constant_(model._teacher_model.weight, torch.nan)
+    before = model._teacher_model.bias.detach().clone()
+    provider = Provider(lambda model: model)
+    weights_complete.check_loading(provider, "/models/student")
+    provider.build([model])  # not refused: its weights come later
+    assert (model._teacher_model.bias == before).all()  # and not overwritten
