@@ -64,6 +64,11 @@ def test_help_fits_a_screen_and_begins_with_the_way_to_a_student(capsys):
     assert sorted(named) == sorted(cli.COMMANDS)
 
 
+def test_a_developers_command_is_called_by_both_words():
+    name, command, arguments = cli.find_command(["dev", "bench", "loss"])
+    assert (name, command, arguments) == ("dev bench", cli.DEVELOPER_COMMANDS["bench"], ["loss"])
+
+
 def test_developers_commands_stand_apart(capsys):
     with pytest.raises(SystemExit):
         cli.main(["dev", "--help"])

@@ -87,3 +87,9 @@ def test_wrong_mappings_name_the_key(mapping, expected):
         updated(**mapping)
     for part in expected:
         assert part in str(error.value)
+
+
+def test_null_is_for_fields_that_may_be_none():
+    assert updated(count=None, spec=None).count is None
+    with pytest.raises(ConfigError, match="bridge.rate must be a number, not None"):
+        updated(rate=None)
