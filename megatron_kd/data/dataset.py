@@ -35,8 +35,9 @@ class SampleSource(Protocol):
 class SampleOptions:
     """How a stored sample becomes tensors."""
 
-    sequence_length: int
-    """s. A stored sample longer than s + 1 tokens is refused when it is read."""
+    sequence_length: int = 0
+    """s; 0 until the host's configuration gives it. A stored sample longer than s + 1 tokens is
+    refused when it is read."""
 
     topk: int | None = None
     """k, if fewer than the cache's are used: the most likely ones."""
