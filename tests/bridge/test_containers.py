@@ -86,7 +86,7 @@ def on_gpus(world, tmp_path_factory) -> dict:
         "optimizer alone": ["bridge.optimizer.bf16=false"],
         "model alone": ["bridge.model.bf16=false", "bridge.optimizer.bf16=true"],
         "both": ["bridge.model.bf16=true", "bridge.optimizer.bf16=true"],
-        "host alone": ["bridge.checkpoint.async_save=true", "bridge.checkpoint.ckpt_format=zarr"],
+        "host alone": ["bridge.checkpoint.async_save=true", "bridge.checkpoint.ckpt_format=torch"],
     }
     asked = [[f"student.hf_path={student}", *overrides] for overrides in cases.values()]
     return dict(zip(cases, answers_of("as_on_gpus.py", world, asked=asked), strict=True))

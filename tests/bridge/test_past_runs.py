@@ -48,9 +48,11 @@ READ_BACK = """
 from megatron_kd.host.cpu import backend
 backend.activate()
 import yaml
-from megatron.bridge.utils.instantiate_utils import instantiate
+from megatron.bridge.utils import instantiate_utils
+if hasattr(instantiate_utils, "register_allowed_target_prefix"):  # Bridge 0.6 asks its caller
+    instantiate_utils.register_allowed_target_prefix("megatron_kd.")
 recorded = yaml.safe_load(open("run/checkpoints/iter_0000003/run_config.yaml"))
-dataset = instantiate(recorded["dataset"])
+dataset = instantiate_utils.instantiate(recorded["dataset"])
 print("DATASET", type(dataset).__module__, len(dataset.open("train")), dataset.samples)
 """
 
