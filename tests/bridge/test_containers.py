@@ -86,7 +86,10 @@ def on_gpus(world, tmp_path_factory) -> dict:
         "optimizer alone": ["bridge.optimizer.bf16=false"],
         "model alone": ["bridge.model.bf16=false", "bridge.optimizer.bf16=true"],
         "both": ["bridge.model.bf16=true", "bridge.optimizer.bf16=true"],
-        "host alone": ["bridge.checkpoint.async_save=true", "bridge.checkpoint.ckpt_format=torch"],
+        "host alone": [
+            "bridge.checkpoint.async_save=true",
+            "bridge.checkpoint.use_persistent_ckpt_worker=false",
+        ],
     }
     asked = [[f"student.hf_path={student}", *overrides] for overrides in cases.values()]
     return dict(zip(cases, answers_of("as_on_gpus.py", world, asked=asked), strict=True))
