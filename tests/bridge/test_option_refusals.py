@@ -38,6 +38,12 @@ def answers(world):
             "bridge.checkpoint.save_interval=3",
             "bridge.checkpoint.most_recent_k=1",
         ],
+        "checkpoints between evaluations": [
+            SAVES,
+            "selection.keep_best=true",
+            "bridge.train.eval_interval=6",
+            "bridge.checkpoint.save_interval=3",
+        ],
         "fine": [*resident, f"hidden_states.pairs=[[-1,3],{LAST}]"],
     }
     return prepare_all(world, cases)
@@ -53,6 +59,7 @@ def answers(world):
         ("nothing to select by", "set bridge.train.eval_iters"),
         ("no checkpoint at evaluations", "eval_interval=3 is not a multiple"),
         ("the best would be deleted", "most_recent_k would delete"),
+        ("checkpoints between evaluations", "accepted"),
         ("fine", "accepted"),
     ],
 )

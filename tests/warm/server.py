@@ -9,6 +9,7 @@ Only a process with one Python thread and no process group may be forked, so thi
 but import and fork.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -133,10 +134,8 @@ class Server:
         connection = self._children.pop(pid)
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
-            try:
+            with contextlib.suppress(OSError):  # the client may have been killed while it waited
                 connection.sendall(struct.pack("<i", os.waitstatus_to_exitcode(status)))
-            except OSError:
-                pass  # killed while it waited
         connection.close()
 
 

@@ -108,6 +108,11 @@ def run_case(case: Case, timeout_s: float) -> dict:
                 process.kill()
                 process.wait()
         outcomes = [_outcome(rank, process, folder, late) for rank, process in enumerate(ranks)]
+    return worst(outcomes)
+
+
+def worst(outcomes: list[dict]) -> dict:
+    """The outcome that stands for all ranks: the first of the most severe status."""
     return max(outcomes, key=lambda outcome: SEVERITY.index(outcome["status"]))
 
 

@@ -123,7 +123,7 @@ def from_config(
     pipeline = model.get("pipeline_model_parallel_size") or 1
     context = model.get("context_parallel_size") or 1
     expert = model.get("expert_model_parallel_size") or 1
-    expert_tensor = model.get("expert_tensor_parallel_size") or (tensor if expert == 1 else 1)
+    expert_tensor = model.get("expert_tensor_parallel_size") or tensor  # as the host fills it in
     precision = _precision(config, model, student)
     sixteen = precision != "fp32"
     manifest = split_manifest(config) or {}

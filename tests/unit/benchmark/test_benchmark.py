@@ -386,3 +386,19 @@ def test_a_process_that_dies_or_hangs_is_a_row():
     outcome = sweep.run_case(case, timeout_s=120)
     assert outcome["status"] == "failed" and "float13" in outcome["note"]
     assert sweep.run_case(case_of("dense"), timeout_s=0.2)["status"] == "timed_out"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (["failed", "out_of_memory"], "out_of_memory"),
+        (["timed_out", "wrong_result"], "wrong_result"),
+        (["failed", "timed_out"], "timed_out"),
+        (["ok", "failed"], "failed"),
+        (["timed_out", "not_available"], "not_available"),
+        (["ok", "ok"], "ok"),
+    ],
+)
+def test_the_rank_that_failed_first_stands_for_those_it_took_with_it(ranks, case):
+    outcomes = [{"status": status, "rank": rank} for rank, status in enumerate(ranks)]
+    assert sweep.worst(outcomes) == outcomes[ranks.index(case)]

@@ -136,35 +136,6 @@ def test_fp16_is_refused_in_forward_only():
     assert all(torch.isfinite(x.grad).all() for x in inputs)
 
 
-@pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
-@pytest.mark.parametrize("online", [False, True])
-def test_autocast(online, gradient):
-    """fp32 master weights under autocast: products in its dtype, gradients in the weights' own."""
-    case = make_case()
-    hidden, weight, bias = leaves(case)
-    options = dict(bias=bias, gradient=gradient, token_weights=torch.ones(7, 2), chunk_size=3)
-
-    def loss_of(hidden, weight, bias):
-        rest = dict(options, bias=bias)
-        if online:
-            return fused_online_kd_loss(
-                hidden, weight, hidden.detach() * 2, weight.detach(), **rest
-            )
-        return fused_chunked_kd_loss(hidden, weight, case.target, **rest)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(hidden, weight, bias)
-    loss.sum().backward()
-    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight, bias)]
-    want = loss_of(*half)
-    want.sum().backward()
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, want)
-    for x, y in zip((hidden, weight, bias), half, strict=True):
-        assert x.grad.dtype == torch.float32
-        torch.testing.assert_close(x.grad.bfloat16(), y.grad, rtol=2e-2, atol=1e-2)
-
-
 def as_parameter(weight, dtype=torch.float32, fsdp=False):
     """A weight as Megatron's wrappers leave it."""
     weight = torch.nn.Parameter(weight.to(dtype))

@@ -164,6 +164,14 @@ def test_the_fewest_ranks_hold_whole_replicas_and_whole_experts(recipe):
     assert stages.ranks == 24
 
 
+def test_experts_are_split_over_tensor_ranks_too_unless_said_otherwise(recipe):
+    """The host takes the tensor-parallel size for an expert tensor-parallel size left open."""
+    layout = ["bridge.model.tensor_model_parallel_size=4", "bridge.train.global_batch_size=8"]
+    layout += ["bridge.model.expert_model_parallel_size=2"]
+    settings = settings_of(recipe(), *layout)
+    assert (settings.expert_tensor_parallel, settings.ranks) == (4, 8)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
