@@ -154,8 +154,8 @@ class LossConfig:
     `loss.tail`, `loss.temperature`, `loss.temperature_squared`, `loss.beta`, `loss.ce_weight`."""
 
     gradient: Literal["auto", "in_forward", "recompute"] = "auto"
-    """`fused_chunked`: form gradients in the forward pass (three matrix products) or recompute
-    (four).
+    """Fused losses: form gradients in the forward pass (three matrix products) or recompute (four).
+    Online the teacher's product comes to them, once or twice.
     """
 
     chunk_size: Count | Literal["auto"] = "auto"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import parts
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def context(step=0, train_iters=10, losses=None):
@@ -133,7 +134,62 @@ def check_rows_are_numbered_with_the_sequence_outermost(folder):
     from megatron_kd.host.step.micro_batch import supervised_index
 
     mask = torch.tensor([[1, 0, 1], [0, 1, 1]])  # [b, s]
-    assert supervised_index(mask, "cpu").tolist() == [0, 3, 4, 5]  # position · 2 + sample
+    assert supervised_index(mask).tolist() == [0, 3, 4, 5]  # position · 2 + sample
+
+
+class PinnedMemory:
+    """A stand-in for pinned memory: which storages are pinned, and that nothing else is copied."""
+
+    def __init__(self, patch):
+        self.storages, self.copied = {}, 0
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: self.is_pinned(tensor))
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+        patch.setattr(torch.Tensor, "cuda", lambda tensor, **how: self.copy(tensor, **how))
+
+    def is_pinned(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.storages
+
+    def pin(self, tensor):
+        tensor = tensor.clone()
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor  # kept: the address stays its
+        return tensor
+
+    def copy(self, tensor, *, non_blocking):
+        assert non_blocking and self.is_pinned(tensor), tuple(tensor.shape)
+        self.copied += 1
+        return tensor.clone()
+
+
+def check_a_step_copies_from_pinned_memory_alone(folder):
+    """Whole samples as the loader pins them, and a context-parallel rank's parts of them."""
+    from megatron_kd.host.cpu import backend
+    from megatron_kd.host.step.micro_batch import TEACHER_KEYS, DataWait, load
+
+    class Part:
+        def __init__(self, ranks):
+            self.rank, self.size = lambda: ranks - 1, lambda: ranks
+
+    def sample():
+        made = {key: torch.arange(8)[None] for key in ("tokens", "position_ids", "labels")}
+        made |= {key: torch.randn(1, 8, 3) for key in TEACHER_KEYS if key != "log_z_tau"}
+        made["loss_mask"] = torch.tensor([[1.0, 1, 0, 1, 1, 0, 1, 1]])
+        made["cu_seqlens"] = torch.tensor([[0, 4, 8]], dtype=torch.int32)
+        return made | {"sample_index": torch.tensor([[5]])}
+
+    for ranks, apart, positions in ((1, False, range(8)), (2, False, range(2, 6)), (2, True, None)):
+        model = torch.nn.Module()
+        model.config = SimpleNamespace(mtp_num_layers=None)
+        model.pg_collection = SimpleNamespace(pp=Part(1), cp=Part(ranks))
+        with pytest.MonkeyPatch.context() as patch:
+            memory = PinnedMemory(patch)
+            patch.setattr(backend, "is_active", lambda: False)
+            loaded = {key: memory.pin(value) for key, value in sample().items()}
+            batch = load(iter([loaded]), model, DataWait(), documents_apart=apart)
+        assert memory.copied == 8 + apart  # seven tensors, the supervised rows, the bounds
+        kept = list(positions or (1, 2, 5, 6))
+        assert batch.model_arguments["labels"].tolist() == [kept]
+        rows = [row for row, place in enumerate(kept) if place not in (2, 5)]
+        assert batch.loss_inputs.supervised_index.tolist() == rows
 
 
 def check_the_samples_of_a_loss_that_is_not_finite_are_named(folder):
@@ -255,6 +311,58 @@ def check_further_tokens_keep_cross_entropy(folder):
             mask = loss_inputs().loss_mask
             torch.testing.assert_close(next_token * mask, report["kd loss"] * mask)
             assert not torch.allclose(next_token, expected)
+
+
+class ToyPair(ToyModel):
+    """As ModelOpt's distillation model: the teacher inside, both outputs captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher_model = ToyModel().requires_grad_(False)
+
+    def compute_kd_loss(self, skip_balancer, loss):
+        return {"output layers": loss.between_outputs(self.output, self.teacher_output)}
+
+    def forward(self, hidden, labels):
+        self.teacher_output, _ = self.teacher_model.output_layer(hidden.detach())
+        self.output, _ = self.output_layer(hidden)
+        return self.compute_language_model_loss(labels, self.output)
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Counts the matrix products that run inside, forward and backward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += function.overloadpacket in (aten.mm, aten.addmm, aten.addmm_)
+        return function(*args, **(kwargs or {}))
+
+
+def check_online_takes_as_few_products_as_its_gradient_mode_needs(folder):
+    """Left to itself the student's three and one of the teacher; recomputing one more of each."""
+    from megatron_kd.config import HiddenStatesConfig, LossConfig
+    from megatron_kd.host.online.criteria import OnlineLoss
+    from megatron_kd.host.step.hidden_states import LossWeights
+
+    hidden, labels = torch.randn(3, 2, 4), torch.randint(11, (2, 3))
+    weights, gradients = ToyPair().state_dict(), {}
+    for mode, products in (("auto", 4), ("in_forward", 4), ("recompute", 6)):
+        fresh = ToyPair()
+        fresh.load_state_dict(weights)
+        config = LossConfig(impl="fused_online", gradient=mode)
+        loss = OnlineLoss(fresh, config, 11, LossWeights(HiddenStatesConfig()))
+        x = hidden.clone().requires_grad_()
+        loss.begin(loss_inputs())
+        with MatrixProducts() as seen:
+            (fresh(x, labels) * loss_inputs().loss_mask).sum().backward()
+        assert set(loss.end()) == {"kd loss", "lm loss"}
+        assert seen.count == products, mode
+        gradients[mode] = x.grad, fresh.output_layer.weight.grad
+    assert gradients["recompute"][1].abs().max() > 0
+    for mode in ("auto", "in_forward"):
+        torch.testing.assert_close(gradients[mode], gradients["recompute"])
 
 
 def check_waiting_is_counted_once(folder):

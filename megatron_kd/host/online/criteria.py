@@ -89,6 +89,8 @@ class OnlineLoss(DistillationLoss):
             self.teacher_tap.weight,
             bias=self.tap.bias,
             teacher_bias=self.teacher_tap.bias,
+            gradient=self.config.gradient,
+            token_weights=self.inputs.loss_mask.transpose(0, 1),
             supervised_index=self.inputs.supervised_index,
             **self.fused,
             **common,

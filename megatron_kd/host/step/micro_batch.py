@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_kd.host import versions
 from megatron_kd.host.step import packed_documents
+from megatron_kd.host.step.device_copy import to_device
 from megatron_kd.host.step.nvtx_ranges import stage
 
 FIRST_STAGE_KEYS = ("tokens", "position_ids")
@@ -102,10 +103,7 @@ def load(
     else:
         batch = versions.current().batch_on_this_cp_rank(batch, groups.cp)
     mask_in_host_memory = batch.get("loss_mask")
-    batch = {
-        key: None if value is None else value.cuda(non_blocking=True)
-        for key, value in batch.items()
-    }
+    batch = {key: None if value is None else to_device(value) for key, value in batch.items()}
     arguments = _model_arguments(batch)
     if predicts_more_tokens:  # the host shifts the mask along with the labels
         arguments["loss_mask"] = batch.get("loss_mask")
@@ -117,7 +115,7 @@ def load(
     inputs = LossInputs(
         **{key: batch[key] for key in TEACHER_KEYS},
         loss_mask=mask,
-        supervised_index=supervised_index(mask_in_host_memory, mask.device),
+        supervised_index=to_device(supervised_index(mask_in_host_memory)),
     )
     return MicroBatch(arguments, mask, inputs, whole["sample_index"])
 
@@ -131,10 +129,8 @@ def _model_arguments(batch: dict) -> dict:
     }
 
 
-def supervised_index(mask_in_host_memory: torch.Tensor, device) -> torch.Tensor:
-    """Rows of the flattened [s · b] positions that the mask [b, s] keeps, [rows] int64 on `device`.
-
-    They are found in host memory, so that no device waits.
+def supervised_index(mask_in_host_memory: torch.Tensor) -> torch.Tensor:
+    """Rows of the flattened [s · b] positions that the mask [b, s] keeps, [rows] int64, found in
+    host memory, so that no device waits.
     """
-    kept = mask_in_host_memory.t().reshape(-1).nonzero().squeeze(-1)
-    return kept.to(device, non_blocking=True)
+    return mask_in_host_memory.t().reshape(-1).nonzero().squeeze(-1)

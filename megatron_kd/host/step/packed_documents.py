@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_kd.data.document_layout import context_parallel_places
+from megatron_kd.host.step.device_copy import to_device
 
 
 def on_this_rank(batch: dict, cu_seqlens: torch.Tensor, cp_group) -> dict:
@@ -41,7 +42,7 @@ def parameters(cu_seqlens: torch.Tensor) -> PackedSeqParams:
         cu_seqlens: [1, d + 1] int32, in host memory.
     """
     longest = int(cu_seqlens[0].diff().max())
-    bounds = cu_seqlens[0].cuda(non_blocking=True)
+    bounds = to_device(cu_seqlens[0])
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

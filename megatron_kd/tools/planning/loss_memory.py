@@ -8,8 +8,7 @@ a chunk's size and gradients are summed into the host's buffers::
     fused_chunked    dH beside one chunk of logits. in_forward also holds the gradient of the output
                      matrix, dW, in fp32; recompute adds it to the host's buffer
     online dense     as dense, and the teacher's logits
-    fused_online     as fused_chunked with recompute, a chunk of both models, and the teacher's
-                     hidden states
+    fused_online     as fused_chunked, with a chunk of both models, and the teacher's hidden states
 
 Both fused losses end with a tensor like the output matrix, which autograd gets in place of the
 gradient that went to the host's buffer.
@@ -116,7 +115,7 @@ class PlannedLoss:
     """Those with the teacher's."""
 
     heeds_gradient: bool = False
-    """`loss.gradient` is its option: recompute costs one product more."""
+    """`loss.gradient` is its option: recompute costs one product more, online one of each model."""
 
     logit_traffic: int
     """Bytes per logit that its elementwise passes read and write, in 16 bits."""
@@ -130,7 +129,11 @@ LOSSES = {
         memory=_online_dense, online=True, teacher_products=1, logit_traffic=32
     ),
     "fused_online": PlannedLoss(
-        memory=_fused_online, online=True, products=4, teacher_products=2, logit_traffic=24
+        memory=_fused_online,
+        online=True,
+        teacher_products=1,
+        heeds_gradient=True,
+        logit_traffic=24,
     ),
 }
 """Name → what is planned for it, in the order of the plan's columns. `online_dense` is `dense` in
@@ -155,7 +158,7 @@ def _fused_bytes(
     Args:
         width: h of the student.
         vocab: vp of the student.
-        teacher_vocab: vp of the teacher; 0 offline. The online loss always recomputes.
+        teacher_vocab: vp of the teacher; 0 offline.
     """
     value_bytes = settings.value_bytes
     rows = _chunk_rows(settings, vocab + teacher_vocab, gpu_bytes)
@@ -165,10 +168,10 @@ def _fused_bytes(
         gathered = 0
     trained = settings.lora is None  # adapters leave the output matrix as it is
     handed_over = value_bytes * vocab * width * trained
-    if teacher_vocab or settings.loss_recomputes:
+    if settings.loss_recomputes:
         return chunk + teacher_chunk + d_hidden + gathered + handed_over
     d_weight = 4 * vocab * width * trained
-    return d_hidden + d_weight + max(chunk + gathered, handed_over)
+    return d_hidden + d_weight + max(chunk + teacher_chunk + gathered, handed_over)
 
 
 def rank_vocab(student: ModelShape, settings: RunSettings) -> int:

@@ -71,6 +71,7 @@ def step_time(
     student_products, teacher_products = loss.products, loss.teacher_products
     if loss.heeds_gradient and settings.loss_recomputes:
         student_products += 1
+        teacher_products += loss.online
     passes = 3
     if settings.lora is not None:  # frozen matrices have no weight gradients
         passes, student_products = passes - 1, student_products - 1

@@ -205,7 +205,11 @@ def test_losses_in_order(student):
     assert fused < sparse < dense
 
 
-FUSED = (("fused_chunked", "in_forward"), ("fused_chunked", "recompute"), ("fused_online", "auto"))
+FUSED = [
+    (impl, gradient)
+    for impl in ("fused_chunked", "fused_online")
+    for gradient in ("in_forward", "recompute")
+]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,13 @@ def test_planned_losses_take_what_is_allocated(impl, gradient, width, trained, m
             )
         elif impl == "fused_online":
             loss = fused_online_kd_loss(
-                hidden, weight, hidden.detach(), weight.detach(), token_weights=mask, **fused
+                hidden,
+                weight,
+                hidden.detach(),
+                weight.detach(),
+                gradient=gradient,
+                token_weights=mask,
+                **fused,
             )
         else:  # the host's output layer sums its gradient into the host's buffer
             logits = hidden @ weight.detach().T

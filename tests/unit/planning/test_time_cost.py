@@ -55,6 +55,25 @@ def test_left_to_itself_the_fused_loss_recomputes_in_fp16_alone():
     assert time_of(replace(RUN, fp16=True)).products_s > time_of(RUN).products_s
 
 
+def test_recomputing_online_costs_a_product_of_each_model():
+    head = 2 * SHAPE.vocab_size * SHAPE.hidden_size * TOKENS
+
+    def products_s(gradient, teacher):
+        run = replace(RUN, mode="online", loss=LossConfig(impl="fused_online", gradient=gradient))
+        return step_time(
+            SHAPE,
+            run,
+            impl="fused_online",
+            gpu=gpu("h100"),
+            trained_parameters=1e6,
+            teacher=teacher,
+            efficiency=1.0,
+        ).products_s
+
+    more = products_s("recompute", SHAPE) - products_s("in_forward", SHAPE)
+    assert more == pytest.approx(2 * head / (gpu("h100").bf16_tflops * 1e12))
+
+
 def test_a_loss_that_nobody_planned_has_no_plan():
     with pytest.raises(KeyError, match="unheard_of"):
         loss_memory("unheard_of", SHAPE, RUN, 80 << 30, SHAPE)
