@@ -5,6 +5,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from megatron_kd.config import from_recipe
 from megatron_kd.host.cpu import backend as cpu_backend
@@ -12,9 +13,13 @@ from megatron_kd.host.cpu import backend as cpu_backend
 
 def main() -> None:
     cpu_backend.activate()
+    sys.path.append(str(Path(__file__).parents[1]))
+    import nan_memory
     import torch
 
     from megatron_kd.host import train as bridge
+
+    nan_memory.poison()
 
     config = from_recipe(sys.argv[1], sys.argv[2:])
     bridge.run(config, bridge.prepare(config))
