@@ -4,12 +4,12 @@
 #   scripts/test.sh --all       everything but the slow tests, on every host
 #   scripts/test.sh --extended  what --all runs beside the core
 #   scripts/test.sh --slow      the slow tests: SLURM, vLLM, SGLang, lm-eval, long random walks
-# --stack VERSION chooses one host, of those in scripts/requirements. The oldest runs everything; on others only tests/bridge
-# differs, so only that runs. Everything else goes to pytest, such as a file, or `-m EXPRESSION`, which then chooses alone.
+# --stack VERSION chooses one host, of those in scripts/requirements. The oldest runs everything; on others only what starts
+# the host differs, so only that runs. Everything else goes to pytest, such as a file, or `-m EXPRESSION`, which then chooses alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tier=core stack= chosen= folder=tests/bridge
+tier=core stack= chosen= folders="tests/bridge tests/unit/recipes/test_recipes.py"
 arguments=()
 while (($#)); do
     case $1 in
@@ -18,7 +18,7 @@ while (($#)); do
         -m) chosen=${2:?-m needs an expression} && shift ;;
         -m*) chosen=${1#-m} ;;
         *)
-            [[ $1 != tests* ]] || folder=
+            [[ $1 != tests* ]] || folders=
             arguments+=("$1")
             ;;
     esac
@@ -48,7 +48,7 @@ for stack in "${stacks[@]}"; do
         venv=.venv-$stack
         # The core ran on the oldest host alone.
         [[ $tier != extended || -n $chosen ]] || expression="not slow and not gpu"
-        [[ -z $folder ]] || where=("$folder")
+        read -ra where <<<"$folders"
     fi
     $venv/bin/python -m pytest -n 2 --dist loadfile --durations 25 --durations-min 2 -m "$expression" "${where[@]}" "${arguments[@]}" || status=$?
 done

@@ -7,6 +7,8 @@ from comparison import weights, worst_weight_departure
 from launch import DISTILL, call_all, run_cases, start_ranks
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -103,13 +103,10 @@ def runs(world) -> Launches:
     return Launches(world, [one, two])
 
 
-CORE = [
-    ("offline", "offline-dense"),
+CORE = [("offline", "offline-dense"), ("online", "online-sp")]
+EXTENDED = [
     ("offline", "offline-pp2"),
     ("offline-balanced", "offline-balanced-sp"),
-    ("online", "online-sp"),
-]
-EXTENDED = [
     ("offline", "offline-tp2"),
     ("offline", "offline-sp"),
     ("offline-balanced", "offline-micro-batch-4"),

@@ -13,6 +13,8 @@ import pytest
 from launch import environment, host_python, run_cases
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.extended
+
 PAST = Path(__file__).with_name("past")
 STACK = ".".join(version("megatron-bridge").split(".")[:2])
 INTERRUPTED_AT = 3

@@ -196,6 +196,7 @@ def test_each_fault_names_the_remedy(answers, case, expected):
         assert part in answers[case], answers[case]
 
 
+@pytest.mark.extended
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(world, tmp_path):
     command = [sys.executable, str(DISTILL), "--config", str(world), "--dry-run"]
     done = subprocess.run(

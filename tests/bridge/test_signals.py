@@ -79,6 +79,7 @@ def saved_iteration(output) -> int:
     return int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
+@pytest.mark.extended
 def test_a_signal_to_every_process_saves_and_exits_0(world, tmp_path):
     """What a scheduler does: it signals loader workers too."""
     ranks = start_ranks(2, *command(world, tmp_path, "data.num_workers=1"))
@@ -92,6 +93,7 @@ def test_a_signal_to_every_process_saves_and_exits_0(world, tmp_path):
     assert saved_iteration(tmp_path) == len(Curves(tmp_path).train()) >= 3
 
 
+@pytest.mark.extended
 def test_a_rank_that_fails_takes_the_job_down(world, tmp_path):
     log = tmp_path / "log"
     process = start_torchrun(log, *command(world, tmp_path / "run", script=FAILING))

@@ -98,6 +98,7 @@ def test_an_unknown_command_names_the_nearest(capsys, words, expected):
 LOAD_TORCH = {"dev bench", "dev plot"}
 
 
+@pytest.mark.extended
 def test_the_help_of_a_command_imports_no_framework():
     names = [*([name] for name in cli.COMMANDS), *(["dev", n] for n in cli.DEVELOPER_COMMANDS)]
     results = imports_of([[*words, "--help"] for words in names])

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 DOCTOR = (
     "import sys; from megatron_kd.cli import main; status = main(['doctor', *sys.argv[1:]]); "
     "print('host imported:', 'megatron.bridge' in sys.modules); sys.exit(status)"

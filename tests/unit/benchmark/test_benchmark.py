@@ -349,6 +349,7 @@ def write_config(path: Path, **values) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_fresh_processes_and_memory_that_runs_out(tmp_path, capsys, monkeypatch):
     """Dense logits of 128 MiB do not fit into the limit; the fused loss does."""
     path = write_config(
@@ -381,6 +382,7 @@ def test_what_a_machine_lacks_is_a_row(tmp_path):
     assert outcome == {"status": "not_available", "note": "Liger's kernels are Triton: CUDA only"}
 
 
+@pytest.mark.extended
 def test_a_process_that_dies_or_hangs_is_a_row():
     case = dataclasses.replace(case_of("dense"), dtype="float13")
     outcome = sweep.run_case(case, timeout_s=120)

@@ -147,6 +147,7 @@ print(most, sum(entry.bytes for entry in reader.shards))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_resident_memory_does_not_grow_with_the_cache(tmp_path):
     """All of a cache sixty times the page budget is read in random order."""

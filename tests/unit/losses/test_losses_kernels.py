@@ -257,6 +257,7 @@ def test_triton_compiles_for_a_gpu(kernel, logits):
     assert len(compiled.asm["cubin"]) > 0
 
 
+@pytest.mark.extended
 def test_large_chunks_work_whatever_backend_is_picked():
     """More elements than LEAST_COMPILED_ELEMENTS, through the default choice and the eager twin."""
     make = torch.Generator().manual_seed(0)

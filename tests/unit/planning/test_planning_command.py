@@ -277,6 +277,7 @@ def test_an_online_recipe_needs_a_teacher_and_marks_its_loss(recipe, llama_direc
     assert "online_dense ◂" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_a_plan_of_a_known_architecture_imports_no_framework(recipe, llama_directory, mode):
     """Importing PyTorch and transformers takes longer than all the rest of a plan."""

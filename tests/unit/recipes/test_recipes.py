@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from published_models import MODELS
+from warm import warm_python
 
 from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.data.sequences import SequenceWriter
@@ -98,7 +99,7 @@ def resolved(workplace) -> dict[str, dict]:
     of_experts = REPOSITORY / "recipes" / "gpt-oss-20b-32k-one-node.yaml"
     recipes.append([str(of_experts), "bridge.model.expert_tensor_parallel_size=2"])
     done = subprocess.run(
-        [sys.executable, "-c", DRY_RUNS, json.dumps(recipes)],
+        [warm_python("host"), "-c", DRY_RUNS, json.dumps(recipes)],
         cwd=workplace,
         env=os.environ | {"MEGATRON_KD_BACKEND": "cpu", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
@@ -114,6 +115,7 @@ def resolved(workplace) -> dict[str, dict]:
     return {Path(recipe).stem: yaml.safe_load(printed) for recipe, _, printed in lines}
 
 
+@pytest.mark.extended
 def test_an_installed_package_runs_its_own_recipes_from_any_folder(workplace, tmp_path):
     """What `pip install` puts down is enough: no checkout, another working directory."""
     checkout, wheels, target = tmp_path / "checkout", tmp_path / "wheels", tmp_path / "installed"
@@ -171,6 +173,7 @@ def test_every_recipe_is_listed_here():
     assert found - at_laptop_size == set(RECIPES)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", RECIPES)
 def test_shapes_are_the_published_ones(resolved, name):
     _, student, *_, length = RECIPES[name]
@@ -189,6 +192,7 @@ def test_shapes_are_the_published_ones(resolved, name):
     assert model["seq_length"] == samples["sequence_length"] == length
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", RECIPES)
 def test_layouts_divide_the_model(resolved, name):
     ranks, _, tensor, pipeline, expert, _ = RECIPES[name]
@@ -212,6 +216,7 @@ def test_layouts_divide_the_model(resolved, name):
     assert expert == 1 or tensor == 1 or model["sequence_parallel"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_optimiser_is_the_papers(resolved, name):
     bridge = resolved[name]["bridge"]
@@ -238,6 +243,7 @@ def test_configurations_have_the_published_size(workplace, name):
     assert billions == pytest.approx(MODELS[name][1], abs=0.006)
 
 
+@pytest.mark.extended
 def test_losses_and_modes(resolved):
     assert resolved["llama-8k-online"]["loss"]["impl"] == "fused_online"
     assert resolved["llama-8k-online"]["bridge"]["model"]["seq_length"] == 8192

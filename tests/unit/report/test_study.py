@@ -174,6 +174,7 @@ def test_a_finished_run_of_other_overrides_is_refused(study, tmp_path, capsys):
     assert len(calls.read_text().splitlines()) == 4
 
 
+@pytest.mark.extended
 def test_a_run_that_an_earlier_version_finished_is_kept(study, tmp_path):
     path, content, calls = study
     content["runs"]["one"]["overrides"].append("loss.tail=renormalize")

@@ -242,6 +242,7 @@ def test_draws_and_cut_lists_reach_the_training_items(kept, data, teacher_dir, t
     assert len(used_slots) > 2
 
 
+@pytest.mark.extended
 def test_ranks_of_a_torchrun_share_the_shards_at_once(data, teacher_dir, tmp_path):
     """Three processes in one directory at the same time, as torchrun starts them."""
     assert main(command(data, teacher_dir, tmp_path / "one")) == 0
