@@ -11,6 +11,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 
+from megatron_kd.host import versions
 from megatron_kd.host.callbacks.metrics import RunMetrics, writes_metrics
 
 
@@ -49,7 +50,8 @@ class FirstEvaluation(Callback):
         # A loader draws its base seed from the default generator; training must not notice.
         with torch.random.fork_rng(devices=[]):
             # A virtual pipeline reads every batch once for each chunk of the model.
-            iterators = [RerunDataIterator(iter(loader)) for _ in context.model]
+            readers = 1 if versions.current().shares_data_iterators else len(context.model)
+            iterators = [RerunDataIterator(iter(loader)) for _ in range(readers)]
         consumed = state.train_state.consumed_valid_samples
         losses, _, _ = evaluate(
             state,

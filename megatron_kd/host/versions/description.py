@@ -27,6 +27,10 @@ class Host:
     evaluates_online_pipelines: bool
     """Whether evaluation sizes the messages between pipeline stages for student and teacher."""
 
+    shares_data_iterators: bool
+    """Whether all chunks of a virtual pipeline read one data iterator, which the host's loop
+    splits; else it wants a list with one for each chunk."""
+
     patches: tuple[Callable[[], None], ...] = ()
     """Changes to the host's own code that are active on GPUs too. It offers no hook for these."""
 

@@ -101,6 +101,7 @@ HOST = Host(
     batch_on_this_cp_rank=batch_on_this_cp_rank,
     convert_to_distillation=convert_to_distillation,
     evaluates_online_pipelines=False,  # sized for the student alone, it fails
+    shares_data_iterators=False,
     patches=(
         *every_version.PATCHES,
         number_local_experts,

@@ -54,6 +54,59 @@ def count_accepted_tokens_of_logits_alone() -> None:
     prediction_heads._compute_mtp_acceptance_counts = count_of_logits
 
 
+def count_predicted_tokens_of_whole_sequences() -> None:
+    """With per-token loss, core weighs the loss of a head for multi-token prediction by supervised
+    tokens over those still supervised once the mask is shifted. Under context parallelism it
+    counts both on this rank alone, where a token that moves to the neighbor is missed: the ranks
+    weigh alike tokens differently, and a rank without a token of its own drops its neighbor's.
+    Here both are counted over the ranks that share a sequence, as without context parallelism.
+    """
+    import copy
+
+    import megatron.core.models.gpt.gpt_model as gpt_model
+    import megatron.core.models.hybrid.hybrid_model as hybrid_model
+    import megatron.core.transformer.multi_token_prediction as prediction_heads
+    import torch
+
+    def over_ranks(count, group):
+        count = count.detach().clone()
+        torch.distributed.all_reduce(count, group=group)
+        return count
+
+    roll = prediction_heads.roll_tensor
+
+    def roll_and_count(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None):
+        rolled, count = roll(tensor, shifts, dims, cp_group, packed_seq_params)
+        is_mask = tensor is not None and tensor.is_floating_point() and tensor.dim() == 2
+        if is_mask and cp_group is not None and cp_group.size() > 1:
+            count = over_ranks(count, cp_group)
+        return rolled, count
+
+    log = prediction_heads.MTPLossLoggingHelper.save_metrics_to_tracker
+
+    def log_of_whole_sequences(loss, *args, **kwargs):
+        """A rank's sum over all ranks' count is a part, and the host averages over the ranks."""
+        from megatron.core import parallel_state
+
+        log(loss * parallel_state.get_context_parallel_world_size(), *args, **kwargs)
+
+    process = prediction_heads.process_mtp_loss
+
+    def process_whole_sequences(*args, config, loss_mask, cp_group=None, **kwargs):
+        split = cp_group is not None and cp_group.size() > 1
+        if split and config.calculate_per_token_loss:
+            # The branch for a mean, which divides by the shifted count, times the first count.
+            config = copy.copy(config)
+            config.calculate_per_token_loss = False
+            factor = config.mtp_loss_scaling_factor
+            config.mtp_loss_scaling_factor = factor * over_ranks(loss_mask.sum(), cp_group)
+        return process(*args, config=config, loss_mask=loss_mask, cp_group=cp_group, **kwargs)
+
+    prediction_heads.roll_tensor = roll_and_count
+    prediction_heads.MTPLossLoggingHelper.save_metrics_to_tracker = log_of_whole_sequences
+    gpt_model.process_mtp_loss = hybrid_model.process_mtp_loss = process_whole_sequences
+
+
 def add_override_to_typing() -> None:
     """All that this host misses on Python 3.11, although it declares 3.12."""
     import typing
@@ -70,10 +123,12 @@ HOST = Host(
     batch_on_this_cp_rank=batch_on_this_cp_rank,
     convert_to_distillation=convert_to_distillation,
     evaluates_online_pipelines=True,
+    shares_data_iterators=True,
     patches=(
         *every_version.PATCHES,
         leave_the_order_to_the_dataset,
         count_accepted_tokens_of_logits_alone,
+        count_predicted_tokens_of_whole_sequences,
     ),
     cpu_stand_ins={
         # Annotations, isinstance checks and base classes only.
