@@ -33,9 +33,10 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     from megatron_kd.data.sequences import SequenceReader
 
-    results = held_out_scores(args.teacher, args.students, SequenceReader(args.data))
+    models = [args.teacher, *args.students]  # the teacher's own scores are what can be reached
+    results = held_out_scores(args.teacher, models, SequenceReader(args.data))
     table = Table(title=f"KL(teacher ‖ student) on {args.data}")
-    table.add_column("student")
+    table.add_column("model")
     for column in ("nats/token", "next token", "teacher's first"):
         table.add_column(column, justify="right")
     for student, scores in results.items():
@@ -53,6 +54,7 @@ def held_out_scores(
 
     Args:
         teacher, students: Hugging Face directories of causal language models with one vocabulary.
+            The teacher may be among the students.
         sequences: Prepared sequences, by index. Block-packed documents are read one by one, as
             they were captured and trained.
         limit: Read only this many, evenly spaced.
@@ -66,8 +68,8 @@ def held_out_scores(
     def load(directory):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    models = {name: load(name) for name in students}
     reference = load(teacher)
+    models = {name: reference if name == teacher else load(name) for name in students}
     totals, tokens = {name: Scores() for name in students}, 0
     with torch.no_grad():
         for inputs, kept in _texts(sequences, limit):

@@ -3,6 +3,7 @@ curves as a PNG.
 """
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -18,7 +19,7 @@ from megatron_kd.metrics_file import (
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
-PROMPT = "The if statement is used for"
+PROMPTS = ("A list in Python is", "The if statement is used for")
 MIB = 1 << 20
 
 
@@ -31,7 +32,9 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--after", metavar="DIR", help="Hugging Face directory of the trained student"
     )
-    parser.add_argument("--prompt", default=PROMPT, help="what both students continue")
+    parser.add_argument(
+        "--prompt", nargs="+", default=PROMPTS, help="what both students continue, greedily"
+    )
     parser.add_argument(
         "--png", metavar="FILE", help="default: loss_curves.png in the run's folder"
     )
@@ -61,28 +64,34 @@ def run(args) -> int:
     console.print(table)
     for title, directory in (("before", args.before), ("after", args.after)):
         if directory:
-            console.print(
-                f"[bold]{title}:[/bold] {generate(directory, args.prompt)}", highlight=False
-            )
+            for text in continuations(directory, args.prompt):
+                console.print(f"[bold]{title}:[/bold] {text}", highlight=False)
     png = Path(args.png or Path(args.run) / "loss_curves.png")
     plot_losses({Path(args.run).name: records}, png)
     console.print(f"loss curves: {png}", highlight=False, soft_wrap=True)
     return 0
 
 
-def generate(directory: str, prompt: str, tokens: int = 24) -> str:
-    """Greedy continuation of `prompt` by the model in a Hugging Face directory."""
+def continuations(directory: str, prompts: Sequence[str], tokens: int = 24) -> list[str]:
+    """Each prompt with its greedy continuation by the model in a Hugging Face directory."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    with torch.no_grad():
-        output = model.generate(
-            **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
-        )
-    return tokenizer.decode(output[0], skip_special_tokens=True).replace("\n", " ⏎ ")
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            output = model.generate(
+                **inputs,
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        text = tokenizer.decode(output[0], skip_special_tokens=True)
+        texts.append(text.replace("\n", " ⏎ "))
+    return texts
 
 
 def _add_speed_and_memory(table: Table, run: str, records: list[dict]) -> None:

@@ -5,6 +5,7 @@ import torch
 from small_report import TEXT, VOCAB, llama, write_sequences
 from transformers import LlamaForCausalLM
 
+from megatron_kd.cli import main
 from megatron_kd.data.sequences import SequenceReader
 from megatron_kd.tools.report.held_out import held_out_scores
 
@@ -69,3 +70,17 @@ def test_another_vocabulary_and_nothing_to_score_are_refused(tmp_path, models):
     empty = write_sequences(tmp_path / "empty", "none", [(TEXT, [False] * 9, [0, len(TEXT)])])
     with pytest.raises(ValueError, match="no position of the sequences is supervised"):
         held_out_scores(models["teacher"], [models["a"]], SequenceReader(empty))
+
+
+def test_the_command_shows_the_teachers_own_scores_beside_the_students(tmp_path, models, capsys):
+    mask = [True] * (len(TEXT) - 1) + [False]
+    data = write_sequences(tmp_path / "data", "none", [(TEXT, mask, [0, len(TEXT)])])
+    teacher, student = models["teacher"], models["a"]
+    arguments = ["held-out-kl", "--teacher", teacher, "--students", student, "--data", str(data)]
+    assert main(arguments) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    of_teacher, of_student = ([cell.strip() for cell in row[2:5]] for row in rows[-2:])
+    _, accuracy, _ = expected(teacher, teacher, [(TEXT, range(len(TEXT) - 1))])
+    assert of_teacher == ["0.0000", f"{accuracy:.2%}", "100.00%"]
+    kl, _, agreement = expected(teacher, student, [(TEXT, range(len(TEXT) - 1))])
+    assert (of_student[0], of_student[2]) == (f"{kl:.4f}", f"{agreement:.2%}")
