@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, environment, host_python
+from launch import REPOSITORY, answers_of, environment, host_python
 
 from megatron_kd.host import versions
 
@@ -133,3 +133,13 @@ def test_a_description_is_chosen_without_torch_and_without_the_host():
     code += "print(sorted({'torch', 'megatron.core', 'megatron.bridge'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.extended
+def test_losses_that_come_with_the_host_agree_with_ours():
+    """Loss and gradients, before the benchmark times them."""
+    cached, modelopt = answers_of(
+        "peers_agree.py", asked=["megatron_lm_cached", "modelopt_logits_kl"]
+    )
+    assert modelopt is None
+    assert cached is None if STACK >= (0, 6) else "megatron-core 0.19 has it" in cached

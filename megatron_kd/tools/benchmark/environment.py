@@ -10,7 +10,7 @@ import torch
 
 from megatron_kd.losses import kernels
 
-PACKAGES = ("torch", "triton", "nvidia-modelopt", "megatron-core", "liger-kernel")
+PACKAGES = ("torch", "triton", "nvidia-modelopt", "megatron-core", "liger-kernel", "veomni")
 
 
 def describe(device: torch.device, threads: int) -> dict[str, str]:

@@ -163,6 +163,10 @@ def modelopt_logits_kl(inputs):
     return peers.modelopt_logits_kl(logits_of(inputs), teacher_logits_of(inputs), inputs.group)
 
 
+def megatron_lm_cached(inputs):
+    return peers.megatron_lm_cached(logits_of(inputs), inputs)
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     BARE: Implementation("three bare products", "products", 3, bare_products),
     "dense": Implementation("dense", "topk", 3, dense, chunked=False),
@@ -194,6 +198,25 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         shards=False,
         ours=False,
         missing=peers.torch_missing,
+    ),
+    "megatron_lm_cached": Implementation(
+        "Megatron-LM's cached-logits loss",
+        "topk",
+        3,
+        megatron_lm_cached,
+        chunked=False,
+        shards=False,
+        ours=False,
+        missing=peers.megatron_lm_missing,
+    ),
+    "veomni_chunked_topk": Implementation(
+        "VeOmni's chunked top-K loss",
+        "topk",
+        4,
+        peers.veomni_chunked_topk,
+        shards=False,
+        ours=False,
+        missing=peers.veomni_missing,
     ),
     "fused_online_recompute": Implementation(
         "fused_online, recompute", "online", 6, fused_online("recompute")

@@ -3,6 +3,7 @@
 Shapes: s sequence, v vocabulary.
 """
 
+import importlib
 import importlib.util
 
 import torch
@@ -52,15 +53,57 @@ def torch_hard_labels(inputs: Inputs):
 
 
 def modelopt_missing(device: torch.device) -> str | None:
-    return _not_installed("modelopt", "nvidia-modelopt") or _not_installed(
+    found = _not_installed("modelopt", "nvidia-modelopt") or _not_installed(
         "megatron", "megatron-core"
     )
+    if found:
+        return found
+    try:
+        importlib.import_module("megatron_kd.host.online.modelopt_peer")
+    except ImportError as error:
+        return f"nvidia-modelopt's plugin for Megatron: {error}"
+    return None
 
 
 def modelopt_logits_kl(logits, teacher_logits, group):
     from megatron_kd.host.online.modelopt_peer import mean_logits_kl
 
     return mean_logits_kl(logits, teacher_logits, group)
+
+
+def megatron_lm_missing(device: torch.device) -> str | None:
+    found = _not_installed("megatron", "megatron-core")
+    if found:
+        return found
+    from megatron_kd.host import megatron_lm_peer
+
+    return megatron_lm_peer.missing()
+
+
+def megatron_lm_cached(logits, inputs: Inputs):
+    from megatron_kd.host import megatron_lm_peer
+
+    return megatron_lm_peer.mean_topk_kl(logits, inputs.target.ids, inputs.target.logprobs)
+
+
+def veomni_missing(device: torch.device) -> str | None:
+    return _not_installed("veomni", "veomni")
+
+
+def veomni_chunked_topk(inputs: Inputs):
+    """VeOmni's chunked top-K loss. It sums dW in the weight's dtype."""
+    from veomni.ops.kernels.cross_entropy.chunk_topk_distill import chunk_topk_distill_function
+
+    _, _, loss, *_ = chunk_topk_distill_function(
+        inputs.hidden.transpose(0, 1),
+        inputs.weight,
+        inputs.labels.T,
+        inputs.target.ids.transpose(0, 1),
+        inputs.target.logprobs.transpose(0, 1),
+        chunk_size=inputs.chunk_tokens,
+        shift_labels=inputs.labels.T,
+    )
+    return loss.mean()
 
 
 def liger_missing(device: torch.device) -> str | None:
