@@ -5,13 +5,11 @@ Precision, optimizer, overlaps, fusions and layout are the recipe's own; the num
 and channels is not.
 """
 
-import copy
 import math
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from launch import EXPORT, REPOSITORY, Curves, start_ranks
 from small_world import SEQUENCE_LENGTH, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -116,7 +116,7 @@ def test_a_name_that_points_up_is_found(module, source):
 
 
 # What is imported and no distribution of ours: the host's packages and what only benches look for.
-OPTIONAL = {"megatron", "modelopt", "liger_kernel", "triton", "vllm"}
+OPTIONAL = {"megatron", "modelopt", "liger_kernel", "triton", "veomni", "vllm"}
 
 
 def requirement_name(requirement: str) -> str:
