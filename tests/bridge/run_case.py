@@ -3,6 +3,7 @@
 `launch.run_cases` starts it on every rank, each a process of its own.
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def main() -> None:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():  # the writer of checkpoints would stay behind
+        child.kill()
     os._exit(0)  # taking thousands of modules down takes as long as the run
 
 
