@@ -61,9 +61,9 @@ def fused_chunked_kd_loss(
             hidden_states, equal on all ranks of tp_group. May be empty.
         sequence_parallel: hidden_states are sharded over tp_group along s; they are gathered here
             and their gradient is reduce-scattered.
-        gradient_accumulation_fusion: Add the weight's gradient to output_weight.main_grad (or
-            get_main_grad()) as Megatron's fused layers do, set grad_added_to_main_grad and return a
-            dummy.
+        gradient_accumulation_fusion: Add the weight's gradient to output_weight.main_grad as
+            Megatron's fused layers do, set grad_added_to_main_grad and return a dummy. A weight of
+            Megatron-FSDP (it has get_main_grad()) gets its gradient through autograd instead.
         The rest: as for `dense_kd_loss`.
 
     Returns:

@@ -6,19 +6,13 @@ dtype of the products; where the library can, it happens inside the product.
 s sequence, b micro-batch, h hidden, vp = v/tp this rank's vocabulary, n rows of a chunk.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 
+from megatron_kd.losses.fp32_sum import add_product_
 from megatron_kd.losses.kernels import accumulation_dtype
 from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.vocab_parallel import VocabShard, reduce_scatter_sequence
-
-# A 16-bit product that the library cannot sum in fp32 is formed in slices of the vocabulary: each
-# is still in the cache when it is added, there is no second [vp, h], and no fp32 copy of all of dz
-# where the library has to widen its factors.
-SLICE_BYTES = 8 << 20
 
 
 class Gradients:
@@ -108,35 +102,26 @@ class WeightGradient:
     """Sum of dz^T h over chunks, [vp, h].
 
     With fuse the host's own `weight.main_grad` receives it: the protocol of Megatron's
-    gradient_accumulation_fusion, `get_main_grad()` for Megatron-FSDP included.
+    gradient_accumulation_fusion. A weight of Megatron-FSDP is left to autograd all the same: a
+    fused layer has to overwrite the buffer that `weight.get_main_grad()` hands out, and where heads
+    for multi-token prediction share the weight the last would be all that remains.
     """
 
     def __init__(
         self, weight: torch.Tensor, unpadded_rows: int, *, fuse: bool, into_main_grad: bool
     ) -> None:
         dtype = accumulation_dtype(weight.dtype)
-        self.weight, self.unpadded_rows, self.fuse = weight, unpadded_rows, fuse
-        main_grad = main_grad_of(weight) if fuse else None
-        self.is_main_grad = into_main_grad and fuse and main_grad.dtype == dtype
+        self.weight, self.unpadded_rows = weight, unpadded_rows
+        self.fuse = fuse and not hasattr(weight, "get_main_grad")
+        main_grad = main_grad_of(weight) if self.fuse else None
+        self.is_main_grad = into_main_grad and self.fuse and main_grad.dtype == dtype
         self.total = main_grad if self.is_main_grad else torch.empty_like(weight, dtype=dtype)
         self.started = self.is_main_grad  # the first product overwrites memory that holds nothing
 
     def add_(self, dz: torch.Tensor, h: torch.Tensor) -> None:
         """Add the product of dz [n, vp] and the chunk's hidden states h [n, h]."""
-        total, beta = self.total[: self.unpadded_rows], float(self.started)
+        add_product_(self.total[: self.unpadded_rows], dz, h, beta=float(self.started))
         self.started = True
-        if dz.dtype == total.dtype:
-            total.addmm_(dz.T, h, beta=beta)
-        elif dz.is_cuda and _sums_in_product():
-            torch.addmm(total, dz.T, h, out_dtype=total.dtype, beta=beta, out=total)
-        else:
-            rows = max(1, SLICE_BYTES // (4 * max(h.shape)))
-            for i in range(0, self.unpadded_rows, rows):
-                part = dz[:, i : i + rows].T @ h
-                if beta:
-                    total[i : i + rows] += part
-                else:
-                    total[i : i + rows] = part
 
     def for_autograd(self, scale: torch.Tensor | None = None) -> torch.Tensor | None:
         """The sum, times scale, in the weight's dtype; or, where main_grad has it, the dummy."""
@@ -155,8 +140,6 @@ class WeightGradient:
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor:
     """The host's gradient buffer of a parameter."""
-    if hasattr(weight, "get_main_grad"):
-        return weight.get_main_grad()
     if getattr(weight, "main_grad", None) is None:
         raise ValueError(
             "gradient_accumulation_fusion needs output_weight.main_grad, which Megatron's DDP "
@@ -172,9 +155,3 @@ def fused_dummy(weight: torch.Tensor) -> torch.Tensor | None:
     weight.grad_added_to_main_grad = True
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight)
-
-
-@functools.cache
-def _sums_in_product() -> bool:
-    """Whether this torch's addmm takes 16-bit factors and an fp32 sum on CUDA."""
-    return hasattr(torch.ops.aten.addmm, "dtype_out")

@@ -136,27 +136,22 @@ def test_fp16_is_refused_in_forward_only():
     assert all(torch.isfinite(x.grad).all() for x in inputs)
 
 
-def as_parameter(weight, dtype=torch.float32, fsdp=False):
-    """A weight as Megatron's wrappers leave it."""
+def as_parameter(weight, dtype=torch.float32):
+    """A weight as Megatron's DDP wrapper leaves it."""
     weight = torch.nn.Parameter(weight.to(dtype))
-    buffer = torch.full(weight.shape, 0.5, dtype=torch.float32)
-    if fsdp:
-        weight.get_main_grad = lambda: buffer
-    else:
-        weight.main_grad = buffer
+    weight.main_grad = buffer = torch.full(weight.shape, 0.5, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
     return weight, buffer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("zero_out", [False, True])
 @pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
-def test_main_grad(gradient, zero_out, fsdp, dtype):
+def test_main_grad(gradient, zero_out, dtype):
     """Added to what main_grad holds; autograd gets a dummy, zero where the host asks."""
     case = make_case(padding=3, vocab=56)
     hidden = case.hidden.to(dtype)
-    weight, buffer = as_parameter(case.weight, dtype, fsdp)
+    weight, buffer = as_parameter(case.weight, dtype)
     weight.zero_out_wgrad = zero_out
     loss = fused(
         case,
@@ -177,6 +172,38 @@ def test_main_grad(gradient, zero_out, fsdp, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(buffer - 0.5, reference.grad.float(), rtol=tolerance, atol=tolerance)
     assert (buffer[53:] == 0.5).all()
+
+
+class FullyShardedWeight(torch.nn.Parameter):
+    """A weight as Megatron-FSDP leaves it: its buffer is lent, in a backward pass alone, over
+    memory that holds anything, and what autograd returns is copied into it.
+    """
+
+    def get_main_grad(self):
+        raise AssertionError("a buffer of gradients is lent to layers that overwrite it")
+
+    def end_of_backward(self):
+        """The host's own hook after a backward pass (megatron_fsdp.py of core 0.19)."""
+        bucket = torch.full(self.shape, 777.0)
+        if not self.grad_added_to_main_grad:
+            bucket.copy_(self.grad)
+        return bucket
+
+
+@pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
+def test_a_fully_sharded_weight_gets_the_sum_of_all_that_share_it(gradient):
+    """The output layer and a head for multi-token prediction, of one weight."""
+    case = make_case()
+    weight = FullyShardedWeight(case.weight.float())
+    weight.grad_added_to_main_grad = False
+    reference = case.weight.float().requires_grad_()
+    for parameter, fusion in ((weight, True), (reference, False)):
+        options = dict(gradient=gradient, token_weights=torch.ones(7, 2))
+        options["gradient_accumulation_fusion"] = fusion
+        loss = fused(case, case.hidden.float(), parameter, **options)
+        other = fused(case, case.hidden.float() * 2, parameter, **options)
+        (loss.sum() + other.sum()).backward()
+    torch.testing.assert_close(weight.end_of_backward(), reference.grad)
 
 
 def test_fusion_without_buffer_is_refused():

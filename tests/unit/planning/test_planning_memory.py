@@ -10,9 +10,9 @@ from megatron_kd.losses import (
     TopKTarget,
     dense_kd_loss,
     dense_online_kd_loss,
+    fp32_sum,
     fused_chunked_kd_loss,
     fused_online_kd_loss,
-    gradients,
     kernels,
     sparse_chunked_kd_loss,
 )
@@ -228,7 +228,7 @@ def test_planned_losses_take_what_is_allocated(impl, gradient, width, trained, m
     """
     # Scratch of the CPU's kernels, which those on CUDA do without.
     monkeypatch.setattr(kernels.eager, "CPU_BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(gradients, "SLICE_BYTES", 1 << 16)
+    monkeypatch.setattr(fp32_sum, "CPU_SLICE_BYTES", 1 << 16)
     shape = replace(SMALL, hidden_size=width, vocab_size=4096)
     vocab, positions, k, chunk = shape.vocab_size, 512, 4, 128
     make = torch.Generator().manual_seed(0)
