@@ -2,9 +2,9 @@
 
     dz_v = dL/dlogR * exp(z_v - log R) off the support        dz_S = dL/dz_S on it
 
-One fp32 copy of the logits is made and becomes the gradient. Where memory matters use
-`sparse_chunked_kd_loss`, which needs no such copy, or `fused_chunked_kd_loss`, which needs no
-logits.
+One fp32 copy of the logits is made and becomes the gradient (with retain_graph=True a copy of it
+does). Where memory matters use `sparse_chunked_kd_loss`, which needs no such copy, or
+`fused_chunked_kd_loss`, which needs no logits.
 
 s sequence, b micro-batch, v vocabulary, vp = v/tp this rank's part of it, k support.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.divergence import Divergence
@@ -96,6 +97,8 @@ class DenseLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         z, *reading = ctx.saved_tensors
+        if graph_is_kept():
+            z = z.clone()  # the next backward pass wants these logits too
         ctx.chunk.differentiate_(z, ctx.reading(*reading), upstream)
         if z.shape[-1] < ctx.width:
             z = torch.nn.functional.pad(z, (0, ctx.width - z.shape[-1]))

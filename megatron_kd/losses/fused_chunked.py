@@ -84,7 +84,7 @@ def fused_chunked_kd_loss(
         output_weight,
         bias,
         loss,
-        batch=shape[1],
+        shape=shape,
         chunk_size=chunk_size,
         gradient=gradient,
         token_weights=token_weights,

@@ -51,7 +51,7 @@ def fused_loss(
     bias: torch.Tensor | None,
     loss: ChunkLoss,
     *,
-    batch: int,
+    shape: tuple[int, int],
     chunk_size: ChunkSize,
     gradient: GradientMode,
     token_weights: torch.Tensor | None,
@@ -61,21 +61,21 @@ def fused_loss(
 ) -> tuple[torch.Tensor | None, ...]:
     """Loss and metrics [s * b], flat, of a loss over the chunks of hidden_states [s, b, h].
 
-    output_weight is [vp, h], bias [vp] or None, token_weights [s, b] or None; the rest as for
-    `fused_chunked_kd_loss`.
+    output_weight is [vp, h], bias [vp] or None, token_weights [s, b] or None, shape the leading
+    (s, b) of the whole sequence; the rest as for `fused_chunked_kd_loss`.
     """
     dtype = compute_dtype(hidden_states, output_weight)
     wanted = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden_states, output_weight, bias)
     )
     positions = loss.positions
-    mode = gradient_mode(gradient, token_weights, dtype, (positions.total // batch, batch))
+    mode = gradient_mode(gradient, token_weights, dtype, shape)
     plan = FusedPlan(
         loss=loss,
         chunk_rows=chunk_rows(
             chunk_size,
             rows=positions.rows,
-            batch=batch,
+            batch=shape[1],
             # Padding included, as all ranks must make the same number of chunks.
             width=loss.shard.rows * loss.tensors_per_chunk,
             dtype=dtype,
@@ -312,6 +312,9 @@ def _scale(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         )
     gradients, ctx.gradients = ctx.gradients, None  # or autograd would copy what it can keep
     (token_weights,) = ctx.saved_tensors
+    index = ctx.plan.loss.positions.index
+    if index is not None:  # what comes upstream of any other row meets no gradient
+        upstream, token_weights = upstream[index], token_weights[index]
     return gradients.for_autograd(upstream_scale(upstream, token_weights))
 
 

@@ -28,7 +28,8 @@ class Positions:
 
     def chunks(self, size: int) -> Iterator[slice]:
         """The rows in slices of at most `size`."""
-        return (slice(i, min(i + size, self.rows)) for i in range(0, self.rows, size))
+        starts = range(0, self.rows, size) if self.rows else ()  # no rows: no size either
+        return (slice(i, min(i + size, self.rows)) for i in starts)
 
     def take(self, values: torch.Tensor, chunk: slice) -> torch.Tensor:
         """The chunk's rows of values [s * b, ...], as [n, ...]."""

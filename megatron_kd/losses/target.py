@@ -22,7 +22,7 @@ class TopKTarget:
             log sum_v exp(logprob_v / temperature) over the whole vocabulary, where it was captured.
 
     Raises:
-        ValueError: The shapes or dtypes do not agree.
+        ValueError: The shapes or dtypes do not agree, or they are not tensors.
     """
 
     ids: torch.Tensor
@@ -30,6 +30,13 @@ class TopKTarget:
     log_z_tau: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("ids", "logprobs", "log_z_tau"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.Tensor) and (name != "log_z_tau" or value is not None):
+                raise ValueError(
+                    f"TopKTarget.{name} wants a torch.Tensor, got {type(value).__name__}: "
+                    "torch.from_numpy makes one of an array"
+                )
         if self.ids.dim() != 3 or self.ids.shape != self.logprobs.shape:
             raise ValueError(
                 "TopKTarget wants ids and logprobs of one shape [s, b, k]; got "

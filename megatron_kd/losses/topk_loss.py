@@ -60,6 +60,7 @@ class TopKLoss:
         divergence.check_target(target, labels)
         check_positions("target", target.ids.shape[:2], shape)
         shard.check_ids("target.ids", target.ids)
+        check_distinct(target)
         return cls(
             divergence,
             objective_unit(divergence.objective),
@@ -167,6 +168,22 @@ def check_positions(name: str, got: Sequence[int], shape: Sequence[int]) -> None
         raise ValueError(
             f"{name} is for [s, b] = {list(got)}, the student for {list(shape)}; all are sequence "
             "first (transpose a [b, s] batch)"
+        )
+
+
+def check_distinct(target: TopKTarget) -> None:
+    """Refuse a row that names a token twice, on a CPU: an accelerator would have to wait for it."""
+    if target.ids.device.type != "cpu":
+        return
+    used = (target.ids >= 0) & (target.logprobs != float("-inf"))
+    ids = torch.where(used, target.ids, -1).flatten(0, 1).sort(-1).values
+    twice = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)  # [s * b, k - 1]
+    if twice.any():
+        row, slot = (int(x) for x in twice.nonzero()[0])
+        s, b = divmod(row, target.ids.shape[1])
+        raise ValueError(
+            f"target.ids name token {int(ids[row, slot])} twice at position s {s}, b {b}: its mass "
+            "would count twice; add the probabilities up in one slot, and mark the other -1"
         )
 
 
