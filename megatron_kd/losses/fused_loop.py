@@ -218,8 +218,12 @@ def _gradients(
     bias: torch.Tensor | None,
     plan: FusedPlan,
     needs: tuple[bool, ...],
+    project: Projection,
     into_main_grad: bool,
 ) -> Gradients:
+    gathered = project.hidden if plan.sequence_parallel else None
+    if gathered is not None and gathered.dtype != plan.dtype:
+        gathered = None  # under autocast
     return Gradients(
         hidden,
         weight,
@@ -231,6 +235,7 @@ def _gradients(
         sequence_parallel=plan.sequence_parallel,
         fuse=plan.fuse,
         into_main_grad=into_main_grad,
+        gathered=gathered,
     )
 
 
@@ -249,11 +254,11 @@ class _FusedLoss(torch.autograd.Function):
         outputs = LossOutputs.zeros(positions, like, loss.divergence, loss.labels is not None)
         needs = ctx.needs_input_grad[:3]
         gradients = saved = None
+        project = _projection(hidden, weight, bias, plan)
         if plan.in_forward:
-            gradients = _gradients(hidden, weight, bias, plan, needs, into_main_grad=False)
+            gradients = _gradients(hidden, weight, bias, plan, needs, project, into_main_grad=False)
         elif any(needs):
             saved = SavedReadings(positions.rows)
-        project = _projection(hidden, weight, bias, plan)
         loss.begin_pass(plan.chunk_rows)
         for part in positions.chunks(plan.chunk_rows):
             h, z = project(part)
@@ -269,6 +274,7 @@ class _FusedLoss(torch.autograd.Function):
             if saved is not None:
                 saved.put_(part, reading)
         loss.end_pass()
+        project = h = z = chunk = reading = None  # dH is reduced beside none of them
         ctx.plan = plan
         if gradients is not None:
             ctx.gradients = gradients.reduced(hidden.shape)
@@ -290,8 +296,8 @@ def _recompute(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, .
     plan, loss, positions = ctx.plan, ctx.plan.loss, ctx.plan.loss.positions
     hidden, weight, bias, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    gradients = _gradients(hidden, ctx.weight, bias, plan, needs, into_main_grad=True)
     project = _projection(hidden, weight, bias, plan)
+    gradients = _gradients(hidden, ctx.weight, bias, plan, needs, project, into_main_grad=True)
     loss.begin_pass(plan.chunk_rows)
     for part in positions.chunks(plan.chunk_rows):
         h, z = project(part)
@@ -300,6 +306,7 @@ def _recompute(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, .
         chunk.differentiate_(z, reading, positions.take(upstream, part))
         gradients.add_(part, z, h, project.weight)
     loss.end_pass()
+    project = h = z = chunk = reading = None  # dH is reduced beside none of them
     return gradients.reduced(hidden.shape).for_autograd(None)
 
 

@@ -31,6 +31,7 @@ class Gradients:
         sequence_parallel: bool,
         fuse: bool,
         into_main_grad: bool,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         """Make room for the gradients.
 
@@ -45,11 +46,17 @@ class Gradients:
             sequence_parallel: Whether dH is reduce-scattered along s.
             fuse: Whether dW goes to the host's main_grad.
             into_main_grad: Whether it may be summed there from the start.
+            gathered: [s * b, h] of dtype, the hidden states of the whole sequence where they were
+                gathered for this pass alone: dH of a row takes their place as soon as the row's
+                products are done, so that one [s * b, h] serves for both.
         """
         self.positions, self.shard = positions, shard
         self.sequence_parallel, self.hidden_dtype = sequence_parallel, hidden.dtype
         self.hidden = self.weight = self.bias = self.bias_dtype = None
-        if needs[0]:
+        self.takes_their_place = needs[0] and gathered is not None
+        if self.takes_their_place:
+            self.hidden = gathered
+        elif needs[0]:
             make = torch.empty if positions.index is None else torch.zeros
             shape = (positions.total, hidden.shape[-1])
             self.hidden = make(shape, dtype=dtype, device=hidden.device)  # [s * b, h]
@@ -62,20 +69,29 @@ class Gradients:
             self.bias_dtype = bias.dtype
 
     def add_(self, part: slice, dz: torch.Tensor, h: torch.Tensor, w: torch.Tensor) -> None:
-        """Add a chunk: dz [n, vp], its hidden states h [n, h], and the weight w [vp, h]."""
+        """Add a chunk: dz [n, vp], its hidden states h [n, h], and the weight w [vp, h].
+
+        h may be overwritten, see `gathered`: it is read before dH is written.
+        """
+        if self.weight is not None:
+            self.weight.add_(dz, h)
         if self.hidden is not None:
             if self.positions.index is None:
                 torch.mm(dz, w, out=self.hidden[part])
             else:
                 self.positions.put_(self.hidden, part, dz @ w)
-        if self.weight is not None:
-            self.weight.add_(dz, h)
         if self.bias is not None:
             self.bias[: dz.shape[1]] += dz.sum(0, dtype=self.bias.dtype)
 
     def reduced(self, shape: torch.Size) -> "Gradients":
         """These gradients, dH summed over the vocabulary's shards and of the shape of hidden."""
         group = self.shard.group
+        if self.takes_their_place and self.positions.index is not None:
+            worked_on = torch.zeros(
+                len(self.hidden), 1, dtype=torch.bool, device=self.hidden.device
+            )
+            worked_on[self.positions.index] = True
+            self.hidden.masked_fill_(~worked_on, 0.0)  # hidden states still
         if self.hidden is not None:
             if self.sequence_parallel:
                 whole = self.hidden.view(-1, *shape[1:])

@@ -163,15 +163,16 @@ def _fused_bytes(
     value_bytes = settings.value_bytes
     rows = _chunk_rows(settings, vocab + teacher_vocab, gpu_bytes)
     chunk, teacher_chunk = (value_bytes * rows * size for size in (vocab, teacher_vocab))
-    d_hidden = gathered = value_bytes * settings.positions * width
-    if not settings.sequence_parallel:
-        gathered = 0
+    # With sequence_parallel dH lies where the gathered hidden states lay.
+    d_hidden = value_bytes * settings.positions * width
+    scattered = d_hidden / settings.tensor_parallel if settings.sequence_parallel else 0
+    at_once = chunk + teacher_chunk
     trained = settings.lora is None  # adapters leave the output matrix as it is
     handed_over = value_bytes * vocab * width * trained
     if settings.loss_recomputes:
-        return chunk + teacher_chunk + d_hidden + gathered + handed_over
+        return d_hidden + max(at_once, scattered + handed_over)
     d_weight = 4 * vocab * width * trained
-    return d_hidden + d_weight + max(chunk + teacher_chunk + gathered, handed_over)
+    return d_weight + max(d_hidden + max(at_once, scattered), (scattered or d_hidden) + handed_over)
 
 
 def rank_vocab(student: ModelShape, settings: RunSettings) -> int:
