@@ -54,6 +54,7 @@ COMMANDS = MAIN_COMMANDS | MODEL_AND_CACHE_COMMANDS | RUN_COMMANDS
 DEVELOPER_COMMANDS = {
     "bench": Command("megatron_kd.tools.benchmark.sweep", "time and memory of the losses, as CSV"),
     "plot": Command("megatron_kd.tools.benchmark.plot", "a table of bench as a PNG"),
+    "gpu-check": Command("megatron_kd.tools.gpu_check.command", "check a machine with GPUs"),
 }
 
 EXTRAS = {

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import torch
+from backend import TOLERANCE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_kd.cache import CacheReader
-
-ROUNDING = 2.0**-22  # of weights: a few units in the last place of fp32
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -28,7 +27,7 @@ def worst_weight_departure(start, a, b) -> float:
     for name, first in start.items():
         change = (a[name] - first).abs().max().item()
         difference = (a[name] - b[name]).abs().max().item()
-        rounding = ROUNDING * first.abs().max().item()
+        rounding = TOLERANCE.rounding * first.abs().max().item()
         if difference > rounding:
             worst = max(worst, (difference - rounding) / change if change else float("inf"))
     return worst

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import backend
 import comparison
+import pytest
 from torch.distributed import TCPStore
 from warm import process_behind, warm_python
 
@@ -32,7 +34,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "MEGATRON_KD_BACKEND": "cpu",
+        backend.SWITCH: backend.BACKEND,
     }
 
 
@@ -127,6 +129,8 @@ def start_ranks(ranks: int, *command: str, python: str | None = None) -> Ranks:
     Args:
         python: The interpreter; None is `host_python()`.
     """
+    if backend.ON_GPUS and ranks > backend.visible_gpus():
+        pytest.skip(f"{ranks} ranks want a GPU each; {backend.visible_gpus()} are visible")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
     shared = environment() | {
@@ -166,7 +170,7 @@ def run_cases(
     """
     folder = recipe.parent / "runs"
     for name, overrides in cases.items():
-        own = [f"output_dir={folder / name}"]
+        own = [*backend.PRECISION, f"output_dir={folder / name}"]
         if name in export:
             own.append(f"export.hf_path={folder / name / EXPORT}")
         try:

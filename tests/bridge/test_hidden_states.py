@@ -4,6 +4,7 @@ in every layout, the first value equal to plain PyTorch's.
 
 import pytest
 import torch
+from backend import TOLERANCE
 from launch import Launch, Launches
 from small_world import (
     TOPK,
@@ -124,10 +125,10 @@ def test_curves_are_equal(runs, reference, other):
     a, b = runs[reference], runs[other]
     assert len(a.train("hidden loss")) == 6
     for name in ("kd loss", "hidden loss", "total loss"):
-        assert b.train(name) == pytest.approx(a.train(name), rel=1e-5)
+        assert b.train(name) == pytest.approx(a.train(name), rel=TOLERANCE.loss)
         if b.validation():
-            assert b.validation(name) == pytest.approx(a.validation(name), rel=1e-5)
-    assert b.grad_norms() == pytest.approx(a.grad_norms(), rel=1e-4)
+            assert b.validation(name) == pytest.approx(a.validation(name), rel=TOLERANCE.loss)
+    assert b.grad_norms() == pytest.approx(a.grad_norms(), rel=TOLERANCE.norm)
 
 
 def plain_hidden_losses(world) -> dict[str, float]:
@@ -163,9 +164,9 @@ def test_the_first_value_is_that_of_plain_pytorch(world, runs):
     plain = plain_hidden_losses(world)
     for name in ("offline", "online-last"):
         first = runs[name].validation("hidden loss")[0]
-        assert first == pytest.approx(plain["final_norm"], rel=1e-5), name
+        assert first == pytest.approx(plain["final_norm"], rel=TOLERANCE.loss), name
     first = runs["online"].validation("hidden loss")[0]  # the mean over both pairs
-    assert first == pytest.approx(sum(plain.values()) / 2, rel=1e-5)
+    assert first == pytest.approx(sum(plain.values()) / 2, rel=TOLERANCE.loss)
 
 
 @pytest.mark.extended

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import comparison
 import pytest
+from backend import TOLERANCE
 from launch import Launch, Launches
 from layouts import Run, by_ranks, matrix
 
-LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-4
 COLUMNS = ("student", "data", "implementation", "layout", "loss", "grad_norm", "weights")
 
 
@@ -50,7 +50,7 @@ def test_the_whole_matrix_is_equal(request, world, runs):
             start = comparison.weights(directory / run.student)
             weight = comparison.worst_weight_departure(start, reference.weights(), found.weights())
         worst[run] = loss, norm, weight
-        if loss > LOSS_TOLERANCE or norm > NORM_TOLERANCE or weight > WEIGHT_TOLERANCE:
+        if loss > TOLERANCE.loss or norm > TOLERANCE.norm or weight > TOLERANCE.weight:
             failed.append((run.name, *worst[run]))
     write_csv(Path(request.config.getoption("--full-matrix")), worst)
     assert not failed

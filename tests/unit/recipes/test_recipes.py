@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from published_models import MODELS
 from warm import warm_python
 
 from megatron_kd.cache import CacheSpec, CacheWriter
 from megatron_kd.data.sequences import SequenceWriter
+from megatron_kd.tools.gpu_check.published_models import MODELS
 from megatron_kd.tools.planning.model_shape import shape_of_directory
 
 REPOSITORY = Path(__file__).parents[3]

@@ -82,6 +82,21 @@ GPT_OSS = dict(
     torch_dtype="bfloat16",
 )
 
+# The student of the quickstart and of the study: 10 layers and 6 heads of SmolLM2-135M-Instruct.
+SMOLLM2 = LLAMA | dict(
+    num_hidden_layers=10,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=49152,
+    rope_scaling=None,
+    rope_theta=100000.0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
 # directory below models/ → (config.json, published parameters in billions).
 MODELS = {
     "Llama-3.1-8B-Instruct": (
