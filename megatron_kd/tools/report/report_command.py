@@ -19,7 +19,7 @@ from megatron_kd.metrics_file import (
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.report.curves import plot_losses
 
-PROMPTS = ("A list in Python is", "The if statement is used for")
+PROMPTS = ("A list in Python is", "Python is a programming language that")
 MIB = 1 << 20
 
 
