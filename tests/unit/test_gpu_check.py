@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megatron_kd.cli import main
-from megatron_kd.tools.gpu_check import command, measured, part, recipe_runs
+from megatron_kd.tools.gpu_check import checkout_tests, command, measured, part, recipe_runs
 from megatron_kd.tools.gpu_check.part import Outcome, Part, Settings
 
 
@@ -87,3 +87,11 @@ def test_every_recipe_is_a_part_and_knows_its_ranks(tmp_path):
     }
     assert ranks["gpt-oss-20b-32k-four-nodes"] == 32 and ranks["qwen3-8b-to-4b"] == 8
     assert ranks["study"] == 1 and ranks["quickstart"] == 2
+
+
+@pytest.mark.parametrize("count", [0, 5, 95])
+def test_shares_of_the_layouts_are_all_of_them_once(count):
+    cases = [f"case {n}" for n in range(count)]
+    shares = [checkout_tests.share(cases, n) for n in range(checkout_tests.LAYOUT_PARTS)]
+    assert sum(shares, []) == cases
+    assert max(map(len, shares)) <= -(-count // checkout_tests.LAYOUT_PARTS)

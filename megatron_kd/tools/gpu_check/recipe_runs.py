@@ -114,7 +114,7 @@ class _Plan:
         name = Path(directory).name
         config = dict(MODELS[name][0] if name in MODELS else SMOLLM2)
         if self.settings.small:
-            config |= SMALL_SHAPE | {"rope_scaling": None}
+            config |= SMALL_SHAPE
             if "num_local_experts" in config:
                 config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         return config
