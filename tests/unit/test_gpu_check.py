@@ -86,7 +86,7 @@ def test_every_recipe_is_a_part_and_knows_its_ranks(tmp_path):
         for name in recipe_runs.names()
     }
     assert ranks["gpt-oss-20b-32k-four-nodes"] == 32 and ranks["qwen3-8b-to-4b"] == 8
-    assert ranks["study"] == 1 and ranks["quickstart"] == 2
+    assert ranks["study"] == 1 and ranks["llama-8k-online"] == 1
 
 
 @pytest.mark.parametrize("count", [0, 5, 95])

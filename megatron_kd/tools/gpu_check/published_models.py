@@ -82,13 +82,13 @@ GPT_OSS = dict(
     torch_dtype="bfloat16",
 )
 
-# The student of the quickstart and of the study: 10 layers and 6 heads of SmolLM2-135M-Instruct.
+# The student of the quickstart: 24 of the 30 layers of SmolLM2-135M-Instruct.
 SMOLLM2 = LLAMA | dict(
-    num_hidden_layers=10,
-    hidden_size=384,
+    num_hidden_layers=24,
+    hidden_size=576,
     intermediate_size=1536,
-    num_attention_heads=6,
-    num_key_value_heads=2,
+    num_attention_heads=9,
+    num_key_value_heads=3,
     head_dim=64,
     vocab_size=49152,
     rope_scaling=None,
