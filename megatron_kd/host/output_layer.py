@@ -9,7 +9,11 @@ size, v: vocabulary, vp = v / tp.
 """
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
+
+PLAIN_FORWARDS = {ColumnParallelLinear.forward}
+"""The `forward` of output layers that multiply by their weight, add their bias, and do no more."""
 
 _ATTRIBUTE = "megatron_kd_tap"
 
@@ -44,6 +48,22 @@ class OutputLayerTap:
     def of(cls, layer: torch.nn.Module) -> "OutputLayerTap | None":
         """The tap on an output layer; None where the layer is as the host built it."""
         return getattr(layer, _ATTRIBUTE, None)
+
+    def check_is_plain(self) -> None:
+        """Refuse to do without an output layer that does more than its product.
+
+        Raises:
+            ValueError: The layer's class has a `forward` of its own, such as one that caps logits:
+                a loss that projects hidden states itself would leave that out.
+        """
+        kind = type(self.layer)
+        if kind.forward not in PLAIN_FORWARDS:
+            raise ValueError(
+                f"the output layer is a {kind.__module__}.{kind.__qualname__}, whose forward does "
+                "more than multiply by its weight; a loss that projects hidden states itself "
+                "(fused_chunked, fused_online) would leave that out: set loss.impl=dense, or "
+                "sparse_chunked offline"
+            )
 
     @property
     def weight(self) -> torch.Tensor:

@@ -51,6 +51,30 @@ def check_the_working_directory_is_no_place_of_checkpoints(folder):
         check_identity(config, container)
 
 
+def check_a_student_that_caps_its_logits_is_refused_to_losses_that_would_not(folder):
+    from megatron_kd.host.checks.features import check_features
+    from megatron_kd.typed_mapping import ConfigError
+
+    def features(mode, impl, cap):
+        config = SimpleNamespace(
+            mode=mode,
+            profile=None,
+            loss=SimpleNamespace(impl=impl),
+            selection=SimpleNamespace(keep_best=False),
+            student=SimpleNamespace(lora=None),
+        )
+        model = SimpleNamespace(tensor_model_parallel_size=1, final_logit_softcapping=cap)
+        check_features(config, SimpleNamespace(model=model), on_cpu=True)
+
+    for impl in ("dense", "sparse_chunked", "fused_chunked"):
+        features("offline", impl, None)
+    features("offline", "sparse_chunked", 30.0)
+    with pytest.raises(ConfigError, match="set loss.impl=dense or sparse_chunked"):
+        features("offline", "fused_chunked", 30.0)
+    with pytest.raises(ConfigError, match="set loss.impl=dense$"):
+        features("online", "fused_online", 30.0)
+
+
 def check_the_fewest_ranks_hold_whole_replicas_and_whole_experts(folder):
     from megatron_kd.host.checks.by_host import fewest_ranks
 

@@ -212,6 +212,33 @@ class OutputLayer(torch.nn.Linear):
         return input_ @ (self.weight if weight is None else weight).T, None
 
 
+class CappedOutputLayer(OutputLayer):
+    """As the host's Gemma-2 has it."""
+
+    def forward(self, *args, **kwargs):
+        logits, bias = super().forward(*args, **kwargs)
+        return 5 * torch.tanh(logits / 5), bias
+
+
+def check_an_output_layer_that_does_more_than_its_product_is_refused(folder):
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron_kd.host import output_layer
+
+    class Plain(ColumnParallelLinear):
+        pass
+
+    def tap_on(kind):
+        model = torch.nn.Module()
+        model.output_layer = kind.__new__(kind)
+        torch.nn.Module.__init__(model.output_layer)
+        return output_layer.OutputLayerTap.install(model)
+
+    tap_on(Plain).check_is_plain()
+    with pytest.raises(ValueError, match="CappedOutputLayer, whose forward does more"):
+        tap_on(CappedOutputLayer).check_is_plain()
+
+
 def check_a_tap_hands_through_and_knows_the_weight(folder):
     from megatron_kd.host.output_layer import OutputLayerTap, hands_input_through
 
@@ -241,10 +268,13 @@ class ToyModel(torch.nn.Module):
     """
 
     def __init__(self, further_tokens=0):
+        from megatron_kd.host.output_layer import PLAIN_FORWARDS
+
         super().__init__()
         self.config = SimpleNamespace(mtp_num_layers=further_tokens or None)
         self.pg_collection = SimpleNamespace(tp=torch.distributed.group.WORLD)
         self.output_layer = OutputLayer(4, 11, bias=False)
+        PLAIN_FORWARDS.add(OutputLayer.forward)
         self.output_layer.sequence_parallel = False
 
     def compute_language_model_loss(self, labels, logits):

@@ -108,4 +108,7 @@ class OnlineLoss(DistillationLoss):
         )
 
     def _hand_hidden_states_through(self, on: bool) -> None:
-        self.tap.hands_input_through = self.teacher_tap.hands_input_through = on
+        super()._hand_hidden_states_through(on)
+        if on:
+            self.teacher_tap.check_is_plain()
+        self.teacher_tap.hands_input_through = on

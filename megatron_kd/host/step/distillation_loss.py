@@ -123,6 +123,8 @@ class DistillationLoss(ABC):
         """
 
     def _hand_hidden_states_through(self, on: bool) -> None:
+        if on:
+            self.tap.check_is_plain()
         self.tap.hands_input_through = on
 
     def _compute(self, labels: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
