@@ -2,11 +2,15 @@
 parts themselves are rehearsed in tests/slow/test_gpu_check.py.
 """
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 
 from megatron_kd.cli import main
+from megatron_kd.tools.benchmark.implementations import IMPLEMENTATIONS
 from megatron_kd.tools.gpu_check import checkout_tests, command, measured, part, recipe_runs
 from megatron_kd.tools.gpu_check.part import Outcome, Part, Settings
 
@@ -87,6 +91,29 @@ def test_every_recipe_is_a_part_and_knows_its_ranks(tmp_path):
     }
     assert ranks["gpt-oss-20b-32k-four-nodes"] == 32 and ranks["qwen3-8b-to-4b"] == 8
     assert ranks["study"] == 1 and ranks["llama-8k-online"] == 1
+
+
+def test_every_loss_that_is_measured_is_known():
+    assert {*measured.OURS, *measured.PEERS} <= IMPLEMENTATIONS.keys()
+
+
+ENDLESS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_part_started_is_ended_with_it():
+    part = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], start_new_session=True, stdout=subprocess.PIPE
+    )
+    part.stdout.readline()
+    command._end(part)
+    assert part.returncode
+    with pytest.raises(ProcessLookupError):
+        os.killpg(part.pid, 0)
 
 
 @pytest.mark.parametrize("count", [0, 5, 95])

@@ -29,6 +29,9 @@ from megatron_kd.tools.gpu_check.part import (
     write,
 )
 
+GRACE_S = 45
+"""For torchrun to end its ranks: it waits half a minute for them before it kills them."""
+
 
 def add_arguments(parser) -> None:
     parser.add_argument("folder", nargs="?", default="runs/gpu_check", help="or runs/gpu_check")
@@ -126,12 +129,21 @@ def _run(name: str, part, settings: Settings, path: Path) -> Outcome:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a part and everything it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
-    process.wait()
+    """End a part and everything it started. torchrun puts its ranks out of our reach, into sessions
+    of their own, but ends them itself when it is asked to end.
+    """
+    for request in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        sent = request  # once: a second one would interrupt torchrun while it ends its ranks
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, sent)
+            except ProcessLookupError:  # all of it has ended
+                process.wait()
+                return
+            sent = 0  # asks whether anything is left
+            process.poll()  # so that the first of the group does not stay as a zombie
+            time.sleep(0.1)
 
 
 def _report(settings: Settings, outcomes: dict[str, Outcome], parts: dict) -> list[str]:
