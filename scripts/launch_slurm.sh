@@ -23,7 +23,7 @@ repository=$PWD
 fail() { echo "launch_slurm.sh: $1" >&2; exit 2; }
 
 cluster=infiniband nodes='' limit=04:00:00 save_ahead_s=300 requeues=3
-container='' mounts='' job_name='' logs='' tasks='' dry_run=false
+container='' mounts='' job_name='' logs='' tasks='' sharded='' dry_run=false
 extra=() rest=()
 while (($#)); do
     case $1 in
@@ -92,12 +92,14 @@ import sys
 from megatron_kd.config import ConfigError, from_recipe
 try:
     config = from_recipe(sys.argv[1], sys.argv[2:])
-    print(config.launch.nodes, config.launch.ranks_per_node or "", config.output_dir, sep="\n")
+    sharded = any((config.bridge.get(x) or {}).get("use_megatron_fsdp") for x in ("ddp", "dist"))
+    launch = config.launch
+    print(launch.nodes, launch.ranks_per_node or "", config.output_dir, sharded or "", sep="\n")
 except ConfigError as error:
     sys.exit(f"launch_slurm.sh: {error}")
 ' "$recipe" "${overrides[@]}") || exit 2
     mapfile -t from_recipe <<<"$answer"
-    nodes=${nodes:-${from_recipe[0]}} output=${from_recipe[2]} most=$ranks_per_node
+    nodes=${nodes:-${from_recipe[0]}} output=${from_recipe[2]} sharded=${from_recipe[3]:-} most=$ranks_per_node
     ((gpus_per_node == 0 || gpus_per_node > most)) || most=$gpus_per_node
     ranks_per_node=${from_recipe[1]:-$ranks_per_node}
     ((ranks_per_node <= most)) || fail "the run wants $ranks_per_node ranks on each node and $environment has room for $most; choose another --cluster, or give launch.ranks_per_node=$most"
@@ -146,6 +148,7 @@ ${path:+export PATH=${path@Q}:\$PATH}${container:+export PYTHONPATH=${repository
 # $environment
 $(grep -v '^ *#' "$environment")
 SCRIPT
+    [[ -z $sharded ]] || echo 'unset CUDA_DEVICE_MAX_CONNECTIONS # Megatron-FSDP gathers weights beside the computation'
     cat <<SCRIPT
 
 export job=$job

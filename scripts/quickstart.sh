@@ -17,6 +17,7 @@ done
 
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+export MEGATRON_KD_BACKEND=${MEGATRON_KD_BACKEND:-cpu}
 out=runs/quickstart
 mkdir -p $out
 started=$SECONDS

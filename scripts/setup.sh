@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Create the environment this project runs and is tested in, or reuse it: scripts/setup.sh [--stack VERSION]
 # The stacks are those of scripts/requirements. The oldest, the default, goes to .venv, another to .venv-VERSION beside it.
-# Needs Python 3.11 or 3.12 and a package index, nothing else. No CUDA build is installed: on GPUs use the NGC PyTorch
-# container and `pip install -e .[bridge]` instead.
+# Needs Python 3.11 or 3.12 and a package index, nothing else. For a machine without GPUs: on GPUs use container/Dockerfile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,6 +45,11 @@ read -ra anyway < <(sed -n 's/^# pip: //p' $lists/stack-$stack-nodeps.txt | xarg
 "${pip[@]}" --no-deps "${anyway[@]}" $(grep '^torch==' $pinned) -r $lists/stack-$stack-nodeps.txt &
 "${pip[@]}" --no-deps -r <(grep -v '^torch==' $pinned)
 wait $!
+# A CPU build of PyTorch is whole by itself. Where the index has CUDA builds alone they import only beside CUDA's libraries.
+if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    echo "setup.sh: the index has no CPU build of PyTorch for Python $version; installing CUDA's libraries too (several GB)" >&2
+    "${pip[@]}" -r <(grep '^torch==' $pinned) -c <(grep -v '^torch==' $pinned)
+fi
 "${pip[@]}" --no-deps --no-build-isolation --editable .
 echo "$wanted" >"$venv/complete"
 echo "setup.sh: $venv is ready after $((SECONDS - started)) s" >&2

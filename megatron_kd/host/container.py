@@ -30,6 +30,7 @@ from megatron_kd.host import sharded_weights, versions
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
+from megatron_kd.host.versions import every_version
 from megatron_kd.typed_mapping import ConfigError, update
 
 # key → (required value, why). `checks` refuses a user who asks for another value.
@@ -160,6 +161,8 @@ def _adapt_provider(provider, hf_path: str, load_weights: bool, on_cpu: bool) ->
     if on_cpu:
         for name, value in cpu_backend.provider_settings().items():
             setattr(provider, name, value)
+    elif provider.gradient_accumulation_fusion and not every_version.has_fusion_kernel():
+        provider.gradient_accumulation_fusion = False  # a default that the output layer refuses
     if load_weights:
         weights_complete.check_loading(provider, str(hf_path))
     # After the weights' own hook, before anything of ours.

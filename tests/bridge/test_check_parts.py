@@ -110,6 +110,131 @@ def check_shards_without_a_mark_are_refused(folder):
     assert refuse_unmarked(model) is model
 
 
+def container_of(*, apart=False, sharded=False, **model):
+    """The host's own configuration objects, as far as checks of GPUs' software read them."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training.config import (
+        DistributedDataParallelConfig,
+        DistributedInitConfig,
+    )
+
+    from megatron_kd.data.dataset import SampleOptions
+    from megatron_kd.host.dataset_provider import DistillDatasetProvider
+
+    model = {"num_attention_heads": 4, "num_query_groups": 2} | model
+    return SimpleNamespace(
+        model=GPTModelProvider(num_layers=2, hidden_size=64, **model),
+        ddp=DistributedDataParallelConfig(use_megatron_fsdp=sharded),
+        dist=DistributedInitConfig(),
+        dataset=DistillDatasetProvider(samples=SampleOptions(documents_apart=apart)),
+    )
+
+
+def check_one_queue_and_fully_sharded_weights_exclude_each_other(folder):
+    from megatron_kd.host.checks.gpu_software import CONNECTIONS, check_gpu_software
+    from megatron_kd.typed_mapping import ConfigError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONNECTIONS, "1")
+        check_gpu_software(container_of())
+        with pytest.raises(ConfigError, match=f"unset {CONNECTIONS}"):
+            check_gpu_software(container_of(sharded=True))
+        patch.setenv(CONNECTIONS, "8")
+        check_gpu_software(container_of(sharded=True))
+        patch.delenv(CONNECTIONS)
+        check_gpu_software(container_of(sharded=True))
+
+
+def check_an_engine_whose_packed_attention_gives_nan_is_refused(folder):
+    import importlib.metadata
+
+    from megatron_kd.host.checks.gpu_software import check_gpu_software
+    from megatron_kd.typed_mapping import ConfigError
+
+    meets_it = {"apart": True, "context_parallel_size": 2}
+    misses_it = [
+        meets_it | {"apart": False},
+        meets_it | {"context_parallel_size": 1},
+        meets_it | {"num_query_groups": 4},
+        meets_it | {"num_query_groups": None},
+    ]
+    installed = importlib.metadata.version
+    with pytest.MonkeyPatch.context() as patch:
+
+        def engine(version):
+            found = {"transformer-engine": version}
+            patch.setattr(importlib.metadata, "version", lambda x: found.get(x) or installed(x))
+
+        for version in ("2.9.0+70f53666", "2.10.0", "2.10.0.dev0+769ed778"):
+            engine(version)
+            for options in misses_it:
+                check_gpu_software(container_of(**options))
+            with pytest.raises(
+                ConfigError, match=r"gives NaN .* Transformer Engine 2\.11 or later"
+            ):
+                check_gpu_software(container_of(**meets_it))
+        for version in ("2.8.0", "2.11.0+c188b533", "2.12.0+5671fd36"):
+            engine(version)
+            check_gpu_software(container_of(**meets_it))
+    check_gpu_software(container_of(**meets_it))  # none is installed here
+
+
+def check_fusion_without_its_kernel_is_off_by_default_and_refused_where_asked_for(folder):
+    from megatron_kd.host.checks.gpu_software import check_gpu_software
+    from megatron_kd.host.container import _adapt_provider as adapt_provider
+    from megatron_kd.host.cpu import backend
+    from megatron_kd.typed_mapping import ConfigError
+
+    fused = {"gradient_accumulation_fusion": True}  # the default beside Transformer Engine on 0.6
+    provider = container_of(**fused).model
+    adapt_provider(provider, "student", load_weights=False, on_cpu=False)
+    assert provider.gradient_accumulation_fusion is False
+    check_gpu_software(container_of(**fused))  # this machine is not the one with the GPUs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "is_active", lambda: False)
+        with pytest.raises(ConfigError, match="APEX's kernel fused_weight_gradient_mlp_cuda"):
+            check_gpu_software(container_of(**fused))
+        (folder / "fused_weight_gradient_mlp_cuda.py").touch()
+        patch.syspath_prepend(folder)
+        check_gpu_software(container_of(**fused))
+        provider = container_of(**fused).model
+        adapt_provider(provider, "student", load_weights=False, on_cpu=False)
+        assert provider.gradient_accumulation_fusion is True
+
+
+def check_a_graph_of_a_whole_iteration_is_refused(folder):
+    from megatron.core.transformer import enums
+
+    from megatron_kd.config import from_recipe
+    from megatron_kd.host.checks.features import check_features
+    from megatron_kd.typed_mapping import ConfigError
+
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("{output_dir: run, student: {hf_path: s}, cache: {path: c}, mode: offline}")
+    config = from_recipe(recipe)
+    fields = dict.fromkeys(("cuda_graph_scope", "cuda_graph_modules"))
+    graphs = [{"cuda_graph_impl": "full_iteration"}]
+    layers = [{}, {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "transformer_engine"}]
+    own = enums.CudaGraphScope
+    for field in fields.keys() & container_of().model.__dataclass_fields__.keys():
+        local = {"cuda_graph_impl": "local"}
+        graphs += [local | {field: x} for x in ("full_iteration", ["full_iteration"])]
+        graphs += [local | {field: x} for x in (own.full_iteration, [own.full_iteration])]
+        layers += [local | {field: x} for x in ("attn", "attn,mlp", [own.attn])]
+
+    def check(settings):
+        container = container_of()
+        for name, value in settings.items():
+            setattr(container.model, name, value)
+        check_features(config, container, on_cpu=False)
+
+    for settings in layers:
+        check(settings)
+    for settings in graphs:
+        with pytest.raises(ConfigError, match="cannot record a distillation step"):
+            check(settings)
+
+
 CHECKS = parts.names_of(globals())
 
 

@@ -183,6 +183,8 @@ def check_a_step_copies_from_pinned_memory_alone(folder):
         with pytest.MonkeyPatch.context() as patch:
             memory = PinnedMemory(patch)
             patch.setattr(backend, "is_active", lambda: False)
+            for name, method in (("get_rank", "rank"), ("get_world_size", "size")):
+                patch.setattr(torch.distributed, name, lambda part, m=method: getattr(part, m)())
             loaded = {key: memory.pin(value) for key, value in sample().items()}
             batch = load(iter([loaded]), model, DataWait(), documents_apart=apart)
         assert memory.copied == 8 + apart  # seven tensors, the supervised rows, the bounds

@@ -2,8 +2,9 @@
 check alike, before anything starts.
 
 `layout`: the host's settings and the ranks. `data`: cache, prepared data, student and loss.
-`features`: adapters, the best checkpoint, profiling. `online`: a resident teacher. `identity`: an
-earlier checkpoint. `by_host`: what the host itself refuses. (`config` refuses what a recipe alone
+`features`: adapters, the best checkpoint, profiling, CUDA graphs. `gpu_software`: what the GPUs'
+software cannot do. `online`: a resident teacher. `identity`: an earlier checkpoint. `by_host`: what
+the host itself refuses. (`config` refuses what a recipe alone
 shows to be wrong, `typed_mapping` unknown keys and wrong types.)
 """
 
@@ -13,6 +14,7 @@ from megatron_kd.config import DistillConfig
 from megatron_kd.host.checks.by_host import check_by_host
 from megatron_kd.host.checks.data import check_data
 from megatron_kd.host.checks.features import check_features
+from megatron_kd.host.checks.gpu_software import check_gpu_software
 from megatron_kd.host.checks.identity import check_identity
 from megatron_kd.host.checks.layout import check_layout, check_required
 from megatron_kd.host.checks.online import check_online
@@ -44,6 +46,8 @@ def check(
     check_features(config, container, on_cpu=on_cpu)
     check_layout(config, container, ranks)
     check_data(config, container)
+    if not on_cpu:
+        check_gpu_software(container)
     if config.mode == "online":
         check_online(config, container)
     check_identity(config, container)

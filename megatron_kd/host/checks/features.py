@@ -1,7 +1,9 @@
-"""Features of a run beside its loss: adapters, the best checkpoint, profiling."""
+"""Features of a run beside its loss: adapters, the best checkpoint, profiling, CUDA graphs."""
 
 from megatron_kd.config import DistillConfig, SelectionConfig
 from megatron_kd.typed_mapping import ConfigError
+
+WHOLE_ITERATION = "full_iteration"
 
 
 def check_features(config: DistillConfig, container, *, on_cpu: bool) -> None:
@@ -18,6 +20,7 @@ def check_features(config: DistillConfig, container, *, on_cpu: bool) -> None:
     _check_output_layer(config, container.model)
     _check_selection(config.selection, container)
     _check_adapters(config, container.model)
+    _check_graphs(container.model)
 
 
 def _check_output_layer(config: DistillConfig, model) -> None:
@@ -38,6 +41,32 @@ def _check_adapters(config: DistillConfig, model) -> None:
             f"student.lora.dim={lora.dim} cannot be split over "
             f"bridge.model.tensor_model_parallel_size={ranks}; use a multiple of {ranks}"
         )
+
+
+def _check_graphs(model) -> None:
+    """A graph of a whole iteration would replay the first micro-batch's supervised positions: which
+    rows the loss reads is found in host memory, anew for each.
+    """
+    fields = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")  # the last: Core 0.19
+    for field in fields:
+        if WHOLE_ITERATION in _names(getattr(model, field, None)):
+            raise ConfigError(
+                f"bridge.model.{field}={WHOLE_ITERATION} cannot record a distillation step, which "
+                "finds the supervised positions of each micro-batch on the host; record layers "
+                "instead (bridge.model.cuda_graph_impl=local or transformer_engine without "
+                f"{WHOLE_ITERATION})"
+            )
+
+
+def _names(value) -> list[str]:
+    """The host's names, several joined by commas, members of an enumeration, or a list of either,
+    as a list.
+    """
+    if isinstance(value, str):
+        return value.split(",")
+    if isinstance(value, (list, tuple)):
+        return [name for each in value for name in _names(each)]
+    return [] if value is None else [value.name]
 
 
 def _check_selection(config: SelectionConfig, container) -> None:

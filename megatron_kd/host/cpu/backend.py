@@ -5,9 +5,10 @@ memory figures and the process-group backend. This module answers each of them f
 for tests, for trying a recipe and for teaching: what runs here is the host's own training loop,
 optimizer, checkpointing and parallelism, not a mock.
 
-The one switch is the environment variable `MEGATRON_KD_BACKEND`: `auto` (default: CPU where no CUDA
-device is found), `cpu` or `cuda`. With `cuda`, or with a CUDA device and `auto`, nothing in this
-file is active.
+The one switch is the environment variable `MEGATRON_KD_BACKEND`: `auto` (default: CPU where there
+is no GPU), `cpu` or `cuda`. With `cuda`, or with a CUDA device and `auto`, nothing in this file is
+active. `auto` refuses a machine with a GPU that PyTorch cannot use: of several nodes, the one whose
+driver failed would train on its CPU, and the others would wait for it.
 
 `activate` must run before anything named `megatron` is imported: Megatron-Core decides at import
 which optional packages it uses. Checked with the hosts that `host.versions` describes, PyTorch
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_kd.host.cpu import import_stand_ins
 from megatron_kd.host.cpu import layers as cpu_layers
+from megatron_kd.host.cpu.visible_gpu import visible_gpu
 
 SWITCH = "MEGATRON_KD_BACKEND"
 CHOICES = ("auto", "cpu", "cuda")
@@ -44,7 +46,7 @@ def activate() -> bool:
 
     Raises:
         ValueError: `MEGATRON_KD_BACKEND` holds something else than auto, cpu or cuda, or asks for
-            cuda without a device.
+            cuda without a device; or it is auto, and there is a GPU that PyTorch cannot use.
         RuntimeError: Megatron was imported first.
     """
     global _active
@@ -57,13 +59,19 @@ def activate() -> bool:
         raise ValueError(f"{SWITCH}=cuda, but PyTorch finds no CUDA device; unset it or use cpu")
     if choice == "cuda" or (choice == "auto" and torch.cuda.is_available()):
         return False
+    seen = visible_gpu() if choice == "auto" else None
+    if seen is not None:
+        raise ValueError(
+            f"{seen}, but PyTorch finds no CUDA device: install PyTorch's CUDA build for this "
+            f"driver, look at CUDA_VISIBLE_DEVICES, or set {SWITCH}=cpu to run on the CPU"
+        )
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "megatron.core was imported before the CPU backend was activated; call "
             "megatron_kd.host.cpu.backend.activate() first"
         )
     if os.environ.get("RANK", "0") == "0":
-        reason = "no CUDA device found" if choice == "auto" else f"{SWITCH}=cpu"
+        reason = "no GPU found" if choice == "auto" else f"{SWITCH}=cpu"
         print(f"megatron_kd: CPU backend with gloo ({reason})", file=sys.stderr, flush=True)
     # Core decorates its fusions with torch.compile. On a CPU each would cost minutes of C++
     # compilation. Read when torch._dynamo is first imported, which nothing has done yet.

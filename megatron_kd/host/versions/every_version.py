@@ -7,6 +7,8 @@ import logging
 logger = logging.getLogger(__name__)
 
 COMPILED_HELPERS = "megatron.core.datasets.helpers_cpp"
+FUSION_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""APEX's module, without which the host's output layer refuses gradient accumulation fusion."""
 
 
 def skip_needless_compilation() -> None:
@@ -22,6 +24,13 @@ def skip_needless_compilation() -> None:
         return
     if hasattr(initialize, "compile_helpers"):
         initialize.compile_helpers = _helpers_are_compiled
+
+
+def has_fusion_kernel() -> bool:
+    """Whether gradients can be summed inside the products that form them. Bridge 0.6 takes
+    Transformer Engine alone for enough, but Core's output layer asks for APEX.
+    """
+    return importlib.util.find_spec(FUSION_KERNEL) is not None
 
 
 def compiled_helpers_fault() -> str | None:

@@ -136,3 +136,13 @@ def test_refusals(tmp_path, arguments, expected):
     assert done.returncode == 2
     assert expected in done.stderr
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_fully_sharded_run_has_more_than_one_queue_on_a_gpu(tmp_path):
+    """One queue would put the gathering of weights in line with the computation it hides behind."""
+    setting = "CUDA_DEVICE_MAX_CONNECTIONS"
+    plain = dry_run(tmp_path, RECIPE)
+    sharded = dry_run(tmp_path, RECIPE, "bridge.ddp.use_megatron_fsdp=true")
+    assert f"export {setting}=1" in plain and f"unset {setting}" not in plain
+    assert sharded.index(f"export {setting}=1") < sharded.index(f"unset {setting}")
+    assert "export MEGATRON_KD_BACKEND=cuda" in plain
