@@ -61,12 +61,16 @@ EXTRAS = {
     # package that may be missing: the extra of this package that brings it
     "gguf": "gguf",
     "lm_eval": "eval",
-    "megatron": "bridge",
-    "megatron-bridge": "bridge",  # as importlib.metadata names it
-    "modelopt": "bridge",
     "sglang": "sglang",
     "vllm": "vllm",
 }
+# The training host's packages, as they are imported and as importlib.metadata names them. No extra:
+# pip would build CUDA packages for them.
+HOST = ("megatron", "megatron-bridge", "modelopt")
+HOST_REMEDY = (
+    "install Megatron-Bridge: scripts/setup.sh on a machine without a GPU, the image of "
+    "container/Dockerfile on GPUs"
+)
 
 ENGINES["megatron"] = "megatron_kd.host.megatron_engine.engine:MegatronEngine"
 
@@ -125,7 +129,10 @@ def _missing_extra(error: BaseException) -> str:
     absence = error if isinstance(error, ModuleNotFoundError) else error.__cause__
     if not isinstance(absence, ModuleNotFoundError):
         return ""
-    extra = EXTRAS.get((absence.name or "").split(".")[0])
+    package = (absence.name or "").split(".")[0]
+    if package in HOST:
+        return f": {HOST_REMEDY}"
+    extra = EXTRAS.get(package)
     if extra is None or f"megatron-kd[{extra}]" in str(error):
         return ""
     return f": pip install 'megatron-kd[{extra}]'"
