@@ -252,3 +252,14 @@ def test_losses_and_modes(resolved):
         assert resolved[name]["loss"]["impl"] == "fused_chunked"
     for name, recipe in resolved.items():
         assert recipe["mode"] == ("online" if name.endswith("online") else "offline")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [name for name, (ranks, *_) in RECIPES.items() if ranks > 1])
+def test_several_replicas_split_the_optimizer_and_hide_their_messages(resolved, name):
+    bridge = resolved[name]["bridge"]
+    for section in ("ddp", "optimizer"):
+        assert bridge[section]["use_distributed_optimizer"] is True
+        assert bridge[section]["overlap_param_gather"] is True
+    assert bridge["ddp"]["overlap_grad_reduce"] is True
+    assert (bridge["train"]["manual_gc"], bridge["train"]["manual_gc_interval"]) == (True, 100)
