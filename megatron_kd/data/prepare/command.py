@@ -89,7 +89,8 @@ def prepare(
         tokenizer_path: Hugging Face directory with a fast tokenizer.
         output: The directory to make, in one piece.
         overwrite: Replace an existing `output`.
-        report: Called with one line of text about each record left out, for people.
+        report: Called with a line of text for people about each record left out, about documents
+            that have nothing to train on, and about what looks like a mistake in the data.
 
     Returns:
         The manifest of each split.
@@ -141,7 +142,9 @@ def prepare(
             if held_out.any():
                 parts[VALIDATION] = [d for d in range(len(store)) if held_out[d]]
             manifests = {
-                name: _write_split(folder / name, name, documents, store, options, description)
+                name: _write_split(
+                    folder / name, name, documents, store, options, description, report
+                )
                 for name, documents in parts.items()
             }
         finally:
@@ -160,10 +163,16 @@ def _fill(store, maker, inputs, options: PrepareOptions, report) -> int:
         nonlocal skipped
         skipped += 1
         if report is not None:
-            report(message)
+            report(f"left out: {message}")
 
-    records = read_records(inputs, field=options.record_field, hf_split=options.hf_split)
-    documents = maker.documents(records, skip_invalid=skip if options.skip_invalid else None)
+    skip_invalid = skip if options.skip_invalid else None
+    records = read_records(
+        inputs,
+        field=options.record_field,
+        hf_split=options.hf_split,
+        skip_invalid=skip_invalid,
+    )
+    documents = maker.documents(records, skip_invalid=skip_invalid)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     quiet = not console.is_terminal
@@ -181,11 +190,27 @@ def _fill(store, maker, inputs, options: PrepareOptions, report) -> int:
     store.finish()
     if not len(store):
         raise ValueError(f"no documents in {', '.join(inputs)}; {skipped} records were left out")
+    if report is not None:
+        _report_suspicions(maker, report)
     return skipped
 
 
+def _report_suspicions(maker: DocumentTokenizer, report) -> None:
+    if maker.texts_with_control_tokens:
+        report(
+            f"warning: {maker.texts_with_control_tokens} texts spell control tokens of the "
+            "tokenizer; they are tokenised as ordinary characters, and all of it is trained. Text "
+            "that was rendered with a chat template beforehand belongs here as messages"
+        )
+    if maker.chat is not None and maker.chat.turns_without_end:
+        report(
+            f"warning: {maker.chat.turns_without_end} assistant turns are ended by no control "
+            "token that is trained: from them the student does not learn where to stop"
+        )
+
+
 def _write_split(
-    folder: Path, name, documents, store, options: PrepareOptions, description
+    folder: Path, name, documents, store, options: PrepareOptions, description, report
 ) -> dict:
     from rich.console import Console
     from rich.progress import track
@@ -193,7 +218,10 @@ def _write_split(
     console = Console(stderr=True)
     folder.mkdir()
     limit = options.seq_length + 1
-    pieces, counts = _cut_all(documents, store, limit, options)
+    pieces, counts, dropped = _cut_all(documents, store, limit, options)
+    if dropped and report is not None:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+        report(f"{name}: left out as nothing could be trained: {reasons}")
     if not pieces:
         raise ValueError(
             f"nothing in the {name} split can be trained on: all its documents are shorter than "
@@ -222,9 +250,10 @@ def _write_split(
 
 def _cut_all(
     documents, store, limit: int, options: PrepareOptions
-) -> tuple[list[DocumentSlice], dict]:
+) -> tuple[list[DocumentSlice], dict, Counter]:
+    """The pieces to train on, counts for the manifest, and for people why others are left out."""
     pieces, counts = [], Counter(overlong_documents=0, dropped_pieces=0)
-    kinds = Counter()
+    kinds, dropped = Counter(), Counter()
     for document in documents:
         kind, length = store.kinds[document], store.length(document)
         kinds[kind] += 1
@@ -233,13 +262,17 @@ def _cut_all(
         cuts = cut(document, length, limit, rule)
         if not cuts:
             counts["dropped_pieces"] += 1
+            dropped["shorter than two tokens" if length < 2 else "longer than a sequence"] += 1
         for piece in cuts:
             _, wanted = store.part(document, piece.start + 1, piece.end)
             if wanted.any():
                 pieces.append(piece)
             else:
                 counts["dropped_pieces"] += 1
-    return pieces, {"documents": dict(sorted(kinds.items())), **counts}
+                whole = len(piece) == length
+                part = f"{kind} without" if whole else f"pieces cut from {kind} that have not"
+                dropped[f"{part} a token to learn"] += 1
+    return pieces, {"documents": dict(sorted(kinds.items())), **counts}, dropped
 
 
 def _template_hash(maker: DocumentTokenizer) -> str | None:
@@ -313,7 +346,7 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         options,
         overwrite=args.overwrite,
-        report=lambda line: print(f"left out: {line}", file=sys.stderr),
+        report=lambda line: print(line, file=sys.stderr),
     )
     for name, manifest in manifests.items():
         print(

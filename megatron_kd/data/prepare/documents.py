@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_kd.data.prepare.chat import ChatRules, ChatTokenizer
+from megatron_kd.data.prepare.control_tokens import ControlTokens
+from megatron_kd.data.prepare.messages import check_characters
 from megatron_kd.data.prepare.records import Record
 from megatron_kd.files import sha256_json
 
@@ -55,6 +57,9 @@ class DocumentTokenizer:
         self._after = self._ids("eos", eos)
         self._chat_rules = chat
         self.chat: ChatTokenizer | None = None
+        self._control = ControlTokens(tokenizer)
+        self.texts_with_control_tokens = 0
+        """Texts so far that spell a control token, as text rendered for a chat does."""
 
     def _ids(self, name: str, token: str | None) -> list[int]:
         if token is None:
@@ -81,6 +86,7 @@ class DocumentTokenizer:
         records = iter(records)
         while batch := list(itertools.islice(records, _BATCH_RECORDS)):
             texts = [r.values["text"] for r in batch if r.kind == "text" and _is_text(r)]
+            self.texts_with_control_tokens += sum(self._control.find(t) is not None for t in texts)
             encoded = iter(self._encode_texts(texts))
             if self.chat is None and any(record.kind == "messages" for record in batch):
                 # Outside the loop: a tokenizer that cannot chat is no fault of a record's.
@@ -107,6 +113,8 @@ class DocumentTokenizer:
     def _document(self, record: Record, encoded: Iterator[list[int]]) -> TokenizedDocument:
         if record.kind == "text":
             if not _is_text(record):
+                if isinstance(record.values["text"], str):
+                    check_characters(record.values["text"], "text")
                 raise ValueError(f"text must be a string, got {record.values['text']!r:.80}")
             tokens = np.asarray([*self._before, *next(encoded), *self._after], np.int32)
             return TokenizedDocument("text", tokens, np.ones(len(tokens), bool))
@@ -127,13 +135,24 @@ class DocumentTokenizer:
             )
         if mask is None:
             mask = [1] * len(tokens)
-        if not isinstance(mask, list) or len(mask) != len(tokens) or not set(mask) <= {0, 1}:
+        if (
+            not isinstance(mask, list)
+            or len(mask) != len(tokens)
+            or not all(isinstance(value, int | float) and value in (0, 1) for value in mask)
+        ):
             raise ValueError("loss_mask must hold a 0 or 1 for each of the tokens")
         return TokenizedDocument("tokens", np.asarray(tokens, np.int32), np.asarray(mask, bool))
 
 
 def _is_text(record: Record) -> bool:
-    return isinstance(record.values["text"], str)
+    text = record.values["text"]
+    if not isinstance(text, str):
+        return False
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer takes
+        return False
+    return True
 
 
 def default_bos(tokenizer) -> str | None:

@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,11 @@ class Record:
 
 
 def read_records(
-    inputs: Iterable[str], *, field: str | None = None, hf_split: str | None = None
+    inputs: Iterable[str],
+    *,
+    field: str | None = None,
+    hf_split: str | None = None,
+    skip_invalid: Callable[[str], None] | None = None,
 ) -> Iterator[Record]:
     """Yields the documents of every input in order; files are read as they are consumed.
 
@@ -33,17 +38,28 @@ def read_records(
             `datasets` saved to disk.
         field: Which of FIELDS to read; None takes the only one present.
         hf_split: The split of a saved DatasetDict.
+        skip_invalid: Called with the message about each record that is left out; None stops at the
+            first one.
 
     Raises:
-        ValueError: An input of another kind, or a record without a document in it.
+        ValueError: An input of another kind; or a record that cannot be read or has no document in
+            it, and `skip_invalid` is None.
         FileNotFoundError: An input is not there.
     """
     for source in inputs:
         for where, values in _rows(source, hf_split):
-            yield _record(where, values, field)
+            try:
+                if isinstance(values, ValueError):
+                    raise values
+                yield _record(where, values, field)
+            except ValueError as error:
+                if skip_invalid is None:
+                    raise
+                skip_invalid(str(error))
 
 
 def _rows(source: str, hf_split: str | None) -> Iterator[tuple[str, Any]]:
+    """(where, values) of each record; a ValueError in place of what cannot be read."""
     if source == "pydoc":
         yield from _pydoc()
         return
@@ -83,33 +99,77 @@ def _pydoc() -> Iterator[tuple[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path.name}:{number}", json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path.name}:{number} is not a JSON object on one line: {error}"
-                ) from error
+    number = 0
+    # A byte that is no UTF-8 becomes a surrogate, which no line has otherwise.
+    with opener(path, "rt", encoding="utf-8", errors="surrogateescape") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path.name}:{number}", _json_line(f"{path.name}:{number}", line)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            remedy = "copy it again" if number or _is_gzip(path) else "rename it to .jsonl"
+            yield (
+                path.name,
+                ValueError(
+                    f"{path.name} cannot be unpacked after line {number}: {error}; {remedy} (what "
+                    "follows that line is lost)"
+                ),
+            )
+
+
+def _json_line(where: str, line: str) -> Any:
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return ValueError(
+            f"{where} is not UTF-8: the byte 0x{ord(line[error.start]) - 0xDC00:02x} after "
+            f"{error.start} characters; write the file as UTF-8"
+        )
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of too many digits
+        return ValueError(f"{where} is not a JSON object on one line: {error}")
+
+
+def _is_gzip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = [c for c in (*FIELDS, "loss_mask", "tools") if c in file.schema_arrow.names]
-        if not set(columns) & set(FIELDS):
-            raise ValueError(
-                f"{path.name} has the columns {', '.join(file.schema_arrow.names)}; expected one "
-                f"named {', '.join(FIELDS)}"
-            )
-        row = 0
-        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
-            for values in batch.to_pylist():
-                yield f"{path.name} row {row}", values
-                row += 1
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [c for c in (*FIELDS, "loss_mask", "tools") if c in file.schema_arrow.names]
+            if not set(columns) & set(FIELDS):
+                raise ValueError(
+                    f"{path.name} has the columns {', '.join(file.schema_arrow.names)}; expected "
+                    f"one named {', '.join(FIELDS)}"
+                )
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                for values in _python_rows(batch):
+                    where = f"{path.name} row {row}"
+                    if isinstance(values, UnicodeDecodeError):
+                        values = ValueError(f"{where} is not UTF-8: {values}")
+                    yield where, values
+                    row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        message = f"{path.name} cannot be read from row {row} on: {error}; copy it again"
+        yield path.name, ValueError(message)
+
+
+def _python_rows(batch) -> Iterator[Any]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # in one of them: the others can be read
+        for row in range(len(batch)):
+            try:
+                yield from batch.slice(row, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield error
 
 
 def _saved_dataset(path: Path, hf_split: str | None) -> Iterator[tuple[str, Any]]:

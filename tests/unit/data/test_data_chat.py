@@ -96,9 +96,15 @@ def test_no_assistant_no_loss(smollm2_tokenizer):
         assert not chat(smollm2_tokenizer, template).encode(TALK[:1])[1].any()
 
 
-@pytest.mark.parametrize("template", [REWRITING, OTHER_PROMPT])
-def test_templates_whose_prefixes_differ_are_refused(smollm2_tokenizer, template):
-    with pytest.raises(ValueError, match="--assistant-turns last"):
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (REWRITING, "use --assistant-turns last, or a template"),
+        (OTHER_PROMPT, "told apart; use a template with"),
+    ],
+)
+def test_templates_whose_prefixes_differ_are_refused(smollm2_tokenizer, template, words):
+    with pytest.raises(ValueError, match=words):
         chat(smollm2_tokenizer, template).encode(TALK)
 
 
@@ -143,7 +149,10 @@ def test_null_keys_of_columnar_files_are_absent(smollm2_tokenizer):
         ([{"role": "assistant", "content": "x"}], "begin with the assistant"),
         ([{"role": "user", "content": "a<|im_end|>b"}], "control token <|im_end|>"),
         ([{"role": "user", "content": [{"type": "text", "text": "<|im_start|>"}]}], "control"),
-        ([{"role": "user"}, {"role": "assistant", "content": 3}], "refuses"),
+        ([{"role": "user"}, {"role": "assistant", "content": "x"}], "refuses"),
+        ([{"role": "user", "content": 3}], "must be text or a list of text parts, got int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type image_url"),
+        ([{"role": "user", "content": "\ud83d"}], "surrogate pair, \\\\ud83d at character 0"),
     ],
 )
 def test_bad_conversations(smollm2_tokenizer, messages, words):

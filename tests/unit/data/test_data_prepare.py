@@ -268,6 +268,7 @@ def test_pydoc_and_limits(smollm2_dir, tmp_path):
         ('{"tokens": ["a"]}', "list of integers"),
         ('{"tokens": [1, 2], "loss_mask": [1]}', "loss_mask must hold"),
         ('{"tokens": [1, 2], "loss_mask": [1, 2]}', "loss_mask must hold"),
+        ('{"tokens": [1, 2], "loss_mask": [[1], [0]]}', "loss_mask must hold"),
         ('{"messages": []}', "in.jsonl:2: messages must be a list"),
     ],
 )
@@ -290,6 +291,121 @@ def test_bad_records_can_be_left_out(smollm2_dir, tmp_path, capsys):
     manifest = SequenceReader(tmp_path / "out" / "train").manifest
     assert manifest["skipped_records"] == 3 and manifest["documents"] == {"text": 1, "tokens": 1}
     assert capsys.readouterr().err.count("left out: in.jsonl:") == 3
+
+
+GOOD = b'{"text": "fine words here"}\n{"tokens": [3, 4, 5]}\n'
+END = b'\n{"text": "the end"}\n'
+BAD_LINES = {
+    "latin-1": b'{"text": "caf\xe9"}',
+    "surrogate": b'{"text": "bad \\ud83d emoji"}',
+    "digits": b'{"text": ' + b"1" * 5000 + b"}",
+    "half a line": b'{"text": "x',
+    "two kinds": b'{"text": "x", "tokens": [1]}',
+}
+
+
+def gzip_cut():
+    """Not compressed, so that the first lines can be read from what is left."""
+    numbers = np.random.default_rng(0).integers(0, 9, 200_000).tolist()
+    more = b'{"tokens": ' + json.dumps(numbers).encode() + b"}\n"
+    return gzip.compress(GOOD + more, compresslevel=0)[:-30]
+
+
+def gzip_flipped():
+    """In the checksum, which comes last."""
+    content = bytearray(gzip.compress(GOOD))
+    content[-6] ^= 255
+    return bytes(content)
+
+
+def damaged(folder, kind):
+    """A file whose third record cannot be read, or whose end is missing."""
+    if kind in BAD_LINES:
+        path = folder / "in.jsonl"
+        path.write_bytes(GOOD + BAD_LINES[kind] + END)
+    elif kind in ("plain", "cut", "flipped"):
+        path = folder / "in.jsonl.gz"
+        path.write_bytes({"plain": lambda: GOOD, "cut": gzip_cut, "flipped": gzip_flipped}[kind]())
+    else:
+        path = folder / "in.parquet"
+        values = [b"fine words", b"caf\xe9" if kind == "parquet bytes" else b"x", b"the end"]
+        pq.write_table(pa.table({"text": pa.array(values, pa.binary()).view(pa.string())}), path)
+        if kind == "parquet cut":
+            path.write_bytes(path.read_bytes()[:-10])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "documents"),
+    [
+        ("latin-1", "in.jsonl:3 is not UTF-8: the byte 0xe9 after 13 characters", 3),
+        ("surrogate", "in.jsonl:3: text holds half of a surrogate pair, \\ud83d at character 4", 3),
+        ("digits", "in.jsonl:3 is not a JSON object", 3),
+        ("half a line", "in.jsonl:3 is not a JSON object", 3),
+        ("two kinds", "in.jsonl:3: expected exactly one of", 3),
+        ("plain", "in.jsonl.gz cannot be unpacked after line 0", 0),
+        ("cut", "in.jsonl.gz cannot be unpacked after line 2", 2),
+        ("flipped", "in.jsonl.gz cannot be unpacked after line 2", 2),
+        ("parquet bytes", "in.parquet row 1 is not UTF-8", 2),
+        ("parquet cut", "in.parquet cannot be read from row 0 on", 0),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_can_be_left_out(
+    kind, words, documents, smollm2_dir, tmp_path, capsys
+):
+    (tmp_path / "fine.jsonl").write_text('{"text": "one more"}\n')
+    inputs = ("--input", damaged(tmp_path, kind), tmp_path / "fine.jsonl")
+    options = (*inputs, "--validation-fraction", "0")
+    assert prepare(smollm2_dir, tmp_path / "out", *options) == 1
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error
+    assert prepare(smollm2_dir, tmp_path / "out", *options, "--skip-invalid") == 0
+    assert f"left out: {words}" in capsys.readouterr().err
+    manifest = SequenceReader(tmp_path / "out" / "train").manifest
+    assert manifest["skipped_records"] == 1
+    assert sum(manifest["documents"].values()) == documents + 1
+
+
+def test_what_is_left_untrained_is_counted_with_its_reason(smollm2_dir, tmp_path, capsys):
+    asked, answer = ({"role": role, "content": "so " * 9} for role in ("user", "assistant"))
+    records = [
+        {"messages": [asked]},
+        {"messages": [asked]},
+        {"messages": [{**asked, "content": "why " * 90}, answer]},
+        {"messages": [asked, answer]},
+        {"tokens": [5]},
+        {"tokens": [5] * 90, "loss_mask": [1] * 3 + [0] * 87},
+    ]
+    source = write_lines(tmp_path / "in.jsonl", records)
+    options = ("--input", source, "--validation-fraction", "0")
+    assert prepare(smollm2_dir, tmp_path / "out", *options) == 0
+    error = capsys.readouterr().err
+    assert "train: left out as nothing could be trained: " in error
+    assert "2 messages without a token to learn" in error
+    assert "1 pieces cut from messages that have not a token to learn" in error
+    assert "1 shorter than two tokens" in error
+    assert prepare(smollm2_dir, tmp_path / "two", *options, "--overlong", "drop") == 0
+    assert "2 longer than a sequence" in capsys.readouterr().err
+
+
+def test_text_that_was_rendered_for_a_chat_is_pointed_out(smollm2_dir, tmp_path, capsys):
+    records = [{"text": "<|im_start|>user\nx<|im_end|>"}, {"text": "plain words"}]
+    source = write_lines(tmp_path / "in.jsonl", records)
+    options = ("--input", source, "--validation-fraction", "0")
+    assert prepare(smollm2_dir, tmp_path / "out", *options) == 0
+    assert "warning: 1 texts spell control tokens" in capsys.readouterr().err
+
+
+def test_turns_without_an_end_are_pointed_out(smollm2_dir, tmp_path, capsys, monkeypatch):
+    used = AutoTokenizer.from_pretrained(str(smollm2_dir), use_fast=True)  # the one prepare gets
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    monkeypatch.setattr(used, "chat_template", template + prompt)
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    source = write_lines(tmp_path / "in.jsonl", [{"messages": talk}])
+    options = ("--input", source, "--validation-fraction", "0")
+    assert prepare(smollm2_dir, tmp_path / "out", *options) == 0
+    assert "warning: 1 assistant turns are ended by no control token" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_chat_is_no_fault_of_the_records(

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from megatron_kd.data.sequence_format import SequencesError
 from megatron_kd.data.sequences import SequenceReader, SequenceWriter
@@ -220,6 +221,28 @@ def test_offsets_that_lead_elsewhere_are_refused(folder):
         path.write_bytes(content[:at] + forged + content[at + size :])
         with pytest.raises(SequencesError, match="must rise"):
             SequenceReader(folder, check_checksums=False)[0]
+
+
+def test_bounds_that_fall_within_a_sequence_are_refused(folder):
+    """First and last bound of the sequence are right; only the order between them is not."""
+    path = folder / "sequences-000000.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    bounds, offsets = tensors["document_bounds"], tensors["bound_offsets"]
+    begin, end = offsets[(sequence := int(np.argmax(np.diff(offsets)))) : sequence + 2]
+    assert end - begin >= 4  # two bounds between the first and the last
+    bounds[[begin + 1, begin + 2]] = bounds[[begin + 2, begin + 1]]
+    safetensors.numpy.save_file(tensors, path)
+    rewrite(folder, set_shard("bytes", path.stat().st_size))
+    with pytest.raises(SequencesError, match="document bounds must rise"):
+        SequenceReader(folder, check_checksums=False)[0]
+
+
+def test_a_pickled_reader_carries_no_mapped_bytes(folder):
+    reader = SequenceReader(folder)
+    fresh = len(pickle.dumps(reader))
+    assert_all_there(reader)
+    assert len(pickle.dumps(reader)) == fresh
+    assert_all_there(pickle.loads(pickle.dumps(reader)))
 
 
 def test_no_manifest_names_the_command(tmp_path):
