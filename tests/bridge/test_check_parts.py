@@ -75,6 +75,43 @@ def check_a_student_that_caps_its_logits_is_refused_to_losses_that_would_not(fol
         features("online", "fused_online", 30.0)
 
 
+def check_a_vocabulary_is_split_as_it_stands(folder):
+    from megatron_kd.host.checks.layout import _check_vocabulary as check_vocabulary
+    from megatron_kd.typed_mapping import ConfigError
+
+    def split(rows, ranks, **tokenizer):
+        model = SimpleNamespace(vocab_size=rows, tensor_model_parallel_size=ranks)
+        check_vocabulary(SimpleNamespace(model=model, tokenizer=SimpleNamespace(**tokenizer)))
+
+    split(398, 2)
+    split(397, 1)
+    split(397, 2, use_tokenizer_vocab_size=True)
+    with pytest.raises(
+        ConfigError, match=r"397 output rows .*model.resize_token_embeddings\(398\)"
+    ):
+        split(397, 2)
+
+
+def check_experts_beside_tensor_ranks_need_sequence_parallelism(folder):
+    from megatron_kd.host.checks.layout import _check_experts as check_experts
+    from megatron_kd.typed_mapping import ConfigError
+
+    def experts(number, tensor, sequence):
+        check_experts(
+            SimpleNamespace(
+                num_moe_experts=number,
+                tensor_model_parallel_size=tensor,
+                sequence_parallel=sequence,
+            )
+        )
+
+    experts(None, 2, False)
+    experts(8, 1, False)
+    experts(8, 2, True)
+    with pytest.raises(ConfigError, match="set bridge.model.sequence_parallel=true"):
+        experts(8, 2, False)
+
+
 def check_the_fewest_ranks_hold_whole_replicas_and_whole_experts(folder):
     from megatron_kd.host.checks.by_host import fewest_ranks
 

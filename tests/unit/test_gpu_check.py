@@ -1,5 +1,5 @@
 """The check of a GPU machine: what is run again, how a part can end, and what the report says. The
-parts themselves are rehearsed in tests/slow/test_gpu_check.py.
+parts themselves are rehearsed in tests/slow/test_gpu_check_rehearsal.py.
 """
 
 import os

@@ -36,6 +36,8 @@ def check_layout(config: DistillConfig, container, ranks: int | None) -> None:
     _check_virtual_pipeline(config, container.model)
     _check_fully_sharded(container)
     _check_shares(container.model)
+    _check_vocabulary(container)
+    _check_experts(container.model)
 
 
 def _check_sizes(container, ranks: int | None) -> None:
@@ -120,4 +122,34 @@ def _check_shares(model) -> None:
             f"bridge.model.seq_length={model.seq_length} cannot be shared out equally under "
             f"context_parallel_size={model.context_parallel_size} and sequence_parallel="
             f"{str(bool(model.sequence_parallel)).lower()}; use a multiple of {shares}"
+        )
+
+
+def _check_vocabulary(container) -> None:
+    """The host pads a vocabulary that it takes from a tokenizer, and splits as it stands one that
+    the model names, as every student's directory does.
+    """
+    model, ranks = container.model, container.model.tensor_model_parallel_size
+    if getattr(container.tokenizer, "use_tokenizer_vocab_size", False):  # Bridge 0.6
+        return
+    if model.vocab_size % ranks:
+        fitting = -(-model.vocab_size // ranks) * ranks
+        raise ConfigError(
+            f"the student's {model.vocab_size:,} output rows cannot be split over "
+            f"bridge.model.tensor_model_parallel_size={ranks}, and the host does not pad them; use "
+            f"a size that divides them, or give the student {fitting:,} rows (transformers: "
+            f"model.resize_token_embeddings({fitting}))"
+        )
+
+
+def _check_experts(model) -> None:
+    """The host says this in the first training step, after the first evaluation."""
+    if (
+        model.num_moe_experts
+        and model.tensor_model_parallel_size > 1
+        and not model.sequence_parallel
+    ):
+        raise ConfigError(
+            "beside tensor parallelism the host trains experts only with sequence parallelism: set "
+            "bridge.model.sequence_parallel=true"
         )

@@ -39,14 +39,11 @@ def check_recipe(config: DistillConfig) -> Iterator[Finding]:
 
 def _vocabulary(container) -> Finding:
     model = container.model
-    multiple = model.make_vocab_size_divisible_by * model.tensor_model_parallel_size
-    padded = -(-model.vocab_size // multiple) * multiple
-    rows = padded - model.vocab_size
-    return Finding(
-        "ok",
-        "vocabulary",
-        f"{model.vocab_size:,} ids, padded to {padded:,}: {rows:,} rows without mass or gradient",
-    )
+    ranks = model.tensor_model_parallel_size
+    words = f"{model.vocab_size:,} output rows"
+    if ranks > 1:
+        words += f", {model.vocab_size // ranks:,} on each of {ranks} tensor-parallel ranks"
+    return Finding("ok", "vocabulary", words)
 
 
 def _tokenizers(config: DistillConfig, source) -> Iterator[Finding]:
