@@ -146,6 +146,15 @@ def test_a_generation_tag_in_a_comment_is_no_mark():
     assert tokenizer.decode(tokens[spoken]) == "Hello<|end|>"
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level trimmed"])
+def test_white_space_that_ends_a_marked_answer_is_trained(kind):
+    tokenizer = tiny_tokenizer(kind)
+    unended = MARKED.replace("{{ m.content + '<|end|>' }}{% endg", "{{ m.content }}{% endg")
+    messages = [{"role": "assistant", "content": "4.  "}, {"role": "user", "content": " x"}]
+    tokens, spoken = chat(tokenizer, unended).encode(messages)
+    assert tokenizer.decode(tokens[spoken]) == "4.  "
+
+
 def test_tokens_without_characters_count_where_they_lie():
     offsets = np.array([[0, 2], [2, 2], [2, 4], [4, 4], [4, 6]])
     assert tokens_within(offsets, 2, 4).tolist() == [False, True, True, False, False]
