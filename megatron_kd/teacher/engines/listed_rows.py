@@ -13,6 +13,8 @@ from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDoc
 
 # Beyond its rows a prompt takes a token after the last one, and the server one to generate.
 PROMPT_EXTRA_TOKENS = 2
+# What servers write for -inf, which JSON cannot hold (vLLM: -9999.0).
+STANDS_FOR_IMPOSSIBLE = -9999.0
 
 
 def refuse_unlisted(request: RowRequest, engine: str) -> None:
@@ -56,7 +58,8 @@ def rows_from_lists(
 ) -> TeacherRows:
     """Rows of a document from one (ids, logprobs) pair per prompt position.
 
-    Pairs may hold more than K entries, in any order, with the prompt's own token listed twice.
+    Pairs may hold more than K entries, in any order, with the prompt's own token listed twice, and
+    -9999.0 for a token that cannot come: its slot is unused, as one of -inf is.
 
     Args:
         prompt: Given where the engine lists the prompt's own token at each position: then rows of
@@ -84,6 +87,7 @@ def rows_from_lists(
             )
         distinct, first = np.unique(entry[0], return_index=True)
         values = np.asarray(entry[1], np.float32)[first]
+        values[values <= STANDS_FOR_IMPOSSIBLE] = -np.inf
         _check(distinct, values, wanted, row, request, engine)
         ids[line], logprobs[line] = (
             part[0] for part in order_rows(distinct[None], values[None], wanted)
