@@ -81,7 +81,7 @@ def answers(world):
             "bridge.model.overlap_p2p_comm=true",
             "bridge.model.batch_p2p_comm=false",
         ],
-        "online, teacher's heads": [*online, f"{tensor}=8"],
+        "online, teacher's heads": [*online, f"{tensor}=10"],
         "online, another vocabulary": [
             *online,
             f"teacher.hf_path={teacher_of_another_vocabulary(world)}",
@@ -147,7 +147,7 @@ def answers(world):
         ("started alone", ["takes 2 ranks", "the run has 1;", "torchrun --nproc-per-node"]),
         ("fewer samples than a batch", ["there are 40", "is 64", "data.dataloader=single"]),
         ("online, virtual pipeline", ["no virtual pipeline", "distil offline"]),
-        ("online, teacher's heads", ["num_attention_heads of 4", "parallel_size=8"]),
+        ("online, teacher's heads", ["num_attention_heads of 4", "parallel_size=10"]),
         ("online, another vocabulary", ["teacher has 512 ids, the student 500", "--vocab-size"]),
         ("online, last stage", ["accepted"]),
         ("online, earlier stage", ["names layer 0", "last pipeline stage", "fewer stages"]),
