@@ -31,6 +31,7 @@ MAIN_COMMANDS = {
     "export": Command("megatron_kd.host.export", "a checkpoint as a Hugging Face directory"),
 }
 MODEL_AND_CACHE_COMMANDS = {
+    "generate": Command("megatron_kd.teacher.generate.command", "prompts to a model's responses"),
     "init-student": Command("megatron_kd.models.init_student", "cut a student from its teacher"),
     "import-gguf": Command("megatron_kd.models.gguf", "a GGUF file as a Hugging Face directory"),
     "convert": Command("megatron_kd.data.convert.command", "another tool's captures as a cache"),
@@ -47,7 +48,7 @@ RUN_COMMANDS = {
 }
 GROUPS = {
     "from data to a student, in this order": MAIN_COMMANDS,
-    "models and caches": MODEL_AND_CACHE_COMMANDS,
+    "data, models and caches": MODEL_AND_CACHE_COMMANDS,
     "machines and runs": RUN_COMMANDS,
 }
 COMMANDS = MAIN_COMMANDS | MODEL_AND_CACHE_COMMANDS | RUN_COMMANDS
@@ -147,8 +148,7 @@ def find_command(words: list[str]) -> tuple[str, Command, list[str]]:
     """
     parser = argparse.ArgumentParser(
         prog="megatron-kd",
-        usage="megatron-kd COMMAND …",
-        description="Distill a large language model into a small one with Megatron-Bridge.",
+        usage="megatron-kd COMMAND …   (a large language model into a small one)",
         epilog="\n".join(overview()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,

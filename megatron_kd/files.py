@@ -77,23 +77,34 @@ def _digest(file: BinaryIO, digest) -> str:
 def publish(path: str | os.PathLike, payload: str | bytes | memoryview) -> None:
     """Writes a file so that it is either whole and on disk under its name, or as it was before.
 
-    Text is written as UTF-8. The content is flushed under a temporary name that starts with a dot
-    and ends in `.tmp`, then renamed, then the folder is flushed.
+    Text is written as UTF-8.
+    """
+    with published_file(path) as file:
+        file.write(payload.encode() if isinstance(payload, str) else payload)
+
+
+@contextlib.contextmanager
+def published_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write, which is whole and on disk under its name afterwards, or as it was before.
+
+    The content is flushed under a temporary name that starts with a dot and ends in `.tmp`, then
+    renamed, then the folder is flushed. After an exception nothing is left of it.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(payload.encode() if isinstance(payload, str) else payload)
+            yield file
             file.flush()
             os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    try:
         os.replace(temporary, path)
     except FileNotFoundError:  # swept by a worker that found everything finished, this file too
         if not path.exists():
             raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 

@@ -1,7 +1,9 @@
 """Recognise a full disk behind whatever error a library makes of it."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 PHRASES = tuple(os.strerror(number) for number in NUMBERS)
@@ -20,3 +22,17 @@ def full_disk(error: BaseException) -> str | None:
                 return line.strip()
         error = error.__cause__ or error.__context__
     return None
+
+
+@contextlib.contextmanager
+def explained_full_disk(shard: int, count: int, folder: str | os.PathLike) -> Iterator[None]:
+    """While inside, a full disk is an OSError that names the shard and says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (*NUMBERS, errno.EFBIG):
+            raise
+        raise OSError(
+            f"{error}. Shard {shard} of {count} in {os.fspath(folder)} could not be written; the "
+            "finished ones are kept. Make room and run the same command again to go on"
+        ) from error

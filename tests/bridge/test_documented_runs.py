@@ -33,6 +33,13 @@ SMALLER = {
         ("--seq-length 8192", "--seq-length 64"),
         ("--layers 24 --ffn-size 8192", "--layers 2 --ffn-size 32"),
     ],
+    "docs/generate.md": [
+        ("TEACHER=/models/Qwen3-8B ", "TEACHER=$PWD/TEACHER "),
+        ("PROMPTS=/data/chats.jsonl ", "PROMPTS=$PWD/chats.jsonl "),
+        ("WORK=/scratch/distil\n", "WORK=$PWD/work\n"),
+        ("--max-new-tokens 512", "--max-new-tokens 16"),
+        ("--seq-length 2048", "--seq-length 96"),
+    ],
     "docs/packing.md": [
         ("--input pydoc", "--max-tokens 20000 --input pydoc"),
         ("--output data", "--output data --overwrite"),
@@ -145,6 +152,13 @@ def test_tutorial(checkout):
     assert (checkout / "work" / "run" / "hf" / "config.json").is_file()
     for made in ("plan.png", "cache-train.png", "results/study.csv", "results/study_losses.png"):
         assert (checkout / made).is_file(), made
+
+
+def test_generate_page(checkout):
+    page = "docs/generate.md"
+    output = run_script(changed("".join(blocks(page, "bash")), SMALLER[page]), checkout)
+    assert "120 responses" in output and "train: complete" in output
+    assert (checkout / "work" / "captured" / "cache" / "validation" / "manifest.json").is_file()
 
 
 def test_packing_page(checkout):

@@ -10,14 +10,14 @@ every turn, and a template that rewrites earlier turns is refused.
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megatron_kd.data.prepare.chat_template import ChatTemplate
-from megatron_kd.data.prepare.control_tokens import ControlTokens
+from megatron_kd.data.prepare.control_tokens import PROBE, ControlTokens
 from megatron_kd.data.prepare.messages import (
     calls_of,
     check_characters,
@@ -30,6 +30,7 @@ from megatron_kd.data.prepare.token_spans import (
     tokens_touching,
     tokens_within,
 )
+from megatron_kd.files import sha256_json
 
 ASSISTANT_TURNS = ("all", "last")
 
@@ -96,14 +97,7 @@ class ChatTokenizer:
             ValueError: The messages are malformed, hold control tokens as text, or are refused by
                 the template; or the template rewrites earlier turns.
         """
-        plain = plain_messages(messages)
-        if tools is not None and not (
-            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-        ):
-            raise ValueError(f"tools must be a list of objects, got {tools!r:.80}")
-        check_roles(plain, self._control.names)
-        self._check_strings(plain, tools)
-        plain, text = self._rendered(messages, plain, tools)
+        plain, text = self._checked(messages, tools)
         if self._template.marks_assistant:
             text, spans = self._template.render_marked(plain, tools)
             spans, chosen = self._chosen(spans, plain, tools), tokens_touching
@@ -116,6 +110,45 @@ class ChatTokenizer:
         for start, end in spans:
             spoken |= chosen(offsets, start, end)
         return tokens, spoken
+
+    def prompt(self, messages: Sequence[dict], tools=None) -> np.ndarray:
+        """A conversation up to where the assistant's next turn begins: [p] int32.
+
+        Raises:
+            ValueError: As `encode`.
+        """
+        plain, _ = self._checked(messages, tools)
+        text = self._template.render(plain, tools, add_generation_prompt=True)
+        return encode_with_offsets(self.tokenizer, text)[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Binds how conversations are rendered."""
+        rules = asdict(self.rules)
+        rules["date"] = rules["date"].isoformat()
+        return sha256_json({"template": self.template, **rules})
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends an assistant's turn, or opens the turn after it where nothing else
+        ends one; None where no control token does."""
+        talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+        text = self._template.render(talk, None)
+        mark = self._control.leading(text[text.rindex(PROBE) + len(PROBE) :]).strip()
+        mark = mark or self._next_mark(False).strip()
+        return self.tokenizer.convert_tokens_to_ids(mark) if mark else None
+
+    def _checked(self, messages: Sequence[dict], tools) -> tuple[list[dict], str]:
+        """The messages in the form the template takes, and their text; refused where they are
+        malformed or hold control tokens as text."""
+        plain = plain_messages(messages)
+        if tools is not None and not (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise ValueError(f"tools must be a list of objects, got {tools!r:.80}")
+        check_roles(plain, self._control.names)
+        self._check_strings(plain, tools)
+        return self._rendered(messages, plain, tools)
 
     def _check_strings(self, messages: list[dict], tools) -> None:
         for what, value in [*((f"a {m['role']} message", m) for m in messages), ("tools", tools)]:

@@ -7,18 +7,23 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_kd.data.prepare.chat import ASSISTANT_TURNS, ChatRules
 from megatron_kd.data.prepare.document_store import DocumentStore
-from megatron_kd.data.prepare.documents import DocumentTokenizer, default_bos, tokenizer_hash
+from megatron_kd.data.prepare.documents import (
+    DocumentTokenizer,
+    default_bos,
+    load_tokenizer,
+    tokenizer_hash,
+)
 from megatron_kd.data.prepare.packing import OVERLONG, DocumentSlice, assemble, best_fit, cut
 from megatron_kd.data.prepare.records import FIELDS, read_records
 from megatron_kd.data.prepare.split import validation_documents
 from megatron_kd.data.sequence_format import PACKINGS, TRAIN, VALIDATION
 from megatron_kd.data.sequences import SequenceWriter
-from megatron_kd.files import published_directory, sha256_json
+from megatron_kd.files import published_directory
 
 DEFAULT_OVERLONG = {"text": "split", "messages": "truncate", "tokens": "split"}
 
@@ -100,17 +105,7 @@ def prepare(
         FileNotFoundError: An input is missing.
         FileExistsError: `output` exists and `overwrite` is false.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, use_fast=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no tokenizer at {tokenizer_path}; give a Hugging Face directory, or the name of a "
-            f"model on the hub and a network ({str(error).splitlines()[0]})"
-        ) from error
-    if not tokenizer.is_fast:
-        raise ValueError(f"{tokenizer_path} has no tokenizer.json; save it as a fast tokenizer")
+    tokenizer = load_tokenizer(tokenizer_path)
     bos = default_bos(tokenizer) if options.bos == "auto" else options.bos
     eos = tokenizer.eos_token if options.eos == "auto" else options.eos
     maker = DocumentTokenizer(tokenizer, bos=bos, eos=eos, chat=options.chat)
@@ -129,7 +124,7 @@ def prepare(
                 "packing": options.packing,
                 "vocab_size": maker.vocab_size,
                 "tokenizer": tokenizer_hash(tokenizer),
-                "template": _template_hash(maker),
+                "template": None if maker.chat is None else maker.chat.fingerprint,
                 "bos": bos,
                 "eos": eos,
                 "overlong": options.overlong or DEFAULT_OVERLONG,
@@ -275,15 +270,6 @@ def _cut_all(
     return pieces, {"documents": dict(sorted(kinds.items())), **counts}, dropped
 
 
-def _template_hash(maker: DocumentTokenizer) -> str | None:
-    """Binds how conversations were rendered; None where there were none."""
-    if maker.chat is None:
-        return None
-    rules = asdict(maker.chat.rules)
-    rules["date"] = rules["date"].isoformat()
-    return sha256_json({"template": maker.chat.template, **rules})
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -310,6 +296,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bos", default="auto", metavar="auto|none|TOKEN", help="before each text")
     add("--eos", default="auto", metavar="auto|none|TOKEN", help="after each text")
     add("--assistant-turns", choices=ASSISTANT_TURNS, default="all", help="which ones are trained")
+    add_template_arguments(parser)
+    add("--max-documents", type=int)
+    add("--max-tokens", type=int, help="stop after the document that reaches this many")
+    add("--skip-invalid", action="store_true", help="leave out unusable records, do not stop")
+    add("--overwrite", action="store_true", help="replace an existing directory")
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a chat template is told beside the messages."""
+    add = parser.add_argument
     add("--template-kwargs", type=json.loads, default={}, metavar="JSON", help="for the template")
     add(
         "--template-date",
@@ -318,10 +314,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="YYYY-MM-DD",
         help="what a template that prints today's date is told",
     )
-    add("--max-documents", type=int)
-    add("--max-tokens", type=int, help="stop after the document that reaches this many")
-    add("--skip-invalid", action="store_true", help="leave out unusable records, do not stop")
-    add("--overwrite", action="store_true", help="replace an existing directory")
 
 
 def run(args: argparse.Namespace) -> int:

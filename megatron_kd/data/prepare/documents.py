@@ -6,6 +6,7 @@ before it to predict from, and only naive packing gives its first token a predec
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -153,6 +154,26 @@ def _is_text(record: Record) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer takes
         return False
     return True
+
+
+def load_tokenizer(path: str | os.PathLike):
+    """The fast tokenizer of a Hugging Face directory.
+
+    Raises:
+        ValueError: There is none, or only a slow one.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer at {path}; give a Hugging Face directory, or the name of a model on the "
+            f"hub and a network ({str(error).splitlines()[0]})"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"{path} has no tokenizer.json; save it as a fast tokenizer")
+    return tokenizer
 
 
 def default_bos(tokenizer) -> str | None:

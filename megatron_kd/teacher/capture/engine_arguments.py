@@ -14,15 +14,20 @@ from megatron_kd.teacher.engines.base import EngineError
 _PREFIX = "engine option "  # no other option of a command can be called so
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, registry: Mapping[str, str | type] = ENGINES
+) -> None:
     """Adds the options of all engines, each once; its help says whose it is.
+
+    Args:
+        registry: The engines there are to choose from.
 
     Raises:
         ValueError: Two engines mean different types by one option.
     """
-    parser.add_argument("--engine", default=CaptureJob.engine, choices=sorted(ENGINES))
+    parser.add_argument("--engine", default=CaptureJob.engine, choices=sorted(registry))
     group = parser.add_argument_group("options of the engines")
-    for name, by_engine in _fields_by_name().items():
+    for name, by_engine in _fields_by_name(registry).items():
         first, *others = (_parsing(f, kind) for f, kind in by_engine.values())
         if any(other != first for other in others):
             raise ValueError(f"the engines {', '.join(by_engine)} differ in the type of {name}")
@@ -44,12 +49,12 @@ def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _fields_by_name() -> dict[str, dict[str, tuple[Field, Any]]]:
+def _fields_by_name(registry: Mapping[str, str | type]) -> dict[str, dict[str, tuple[Field, Any]]]:
     """Option: engine: its field and the field's type."""
     found: dict[str, dict[str, tuple[Field, Any]]] = {}
-    for engine in ENGINES:
+    for engine in registry:
         try:
-            options = engine_class(engine).Options
+            options = engine_class(engine, registry).Options
         except EngineError:  # not installed here; --engine says so
             continue
         hints = typing.get_type_hints(options)

@@ -6,7 +6,7 @@ them can make any shard and the result is the same.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from megatron_kd.teacher.engines.base import (
     EngineOptions,
     RowRequest,
     TeacherDescription,
+    options_of,
 )
 
 
@@ -58,15 +59,7 @@ class CaptureJob:
         Raises:
             EngineError: an option is not one of this engine's, or its value is refused.
         """
-        kind = engine_class(self.engine).Options
-        known = {f.name for f in fields(kind)}
-        unknown = sorted(set(self.options) - known)
-        if unknown:
-            raise EngineError(
-                f"{', '.join(unknown)}: not an option of the {self.engine} engine, which has "
-                f"{', '.join(sorted(known))}"
-            )
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()})
+        return options_of(engine_class(self.engine), self.engine, self.options)
 
 
 @dataclass(frozen=True)

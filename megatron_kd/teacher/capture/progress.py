@@ -5,16 +5,9 @@ import sys
 import time
 from datetime import timedelta
 
+from rich import progress
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 _LINE_EVERY_S = 15.0
 _ESTIMATE_AFTER_S = 2.0
@@ -23,41 +16,38 @@ _ESTIMATE_AFTER_S = 2.0
 _UNLIKELY_SHARE = 0.4
 
 
-class CaptureProgress:
+class Progress:
     """A bar on a terminal, a line every 15 s elsewhere (logs of array jobs). Everything goes to
     stderr.
 
     Args:
-        label: Split and worker, shown on every line.
-        positions: Rows this process has to make. The clock starts with the object.
-        free_bytes: Free space where they go, or None where it is not known.
+        label: Command, split and worker, shown on every line.
+        total: What this process has to make. The clock starts with the object.
+        unit: What is counted.
     """
 
-    def __init__(self, label: str, positions: int, free_bytes: int | None):
-        self.label = label
-        self.positions = positions
+    def __init__(self, label: str, total: int, unit: str):
+        self.label, self.total, self.unit = label, total, unit
         self.done = 0
-        self._free_bytes = free_bytes
         self._started = self._last = self._last_line = time.monotonic()
         self._rate = self._longest_gap = 0.0
-        self._estimated = False
         console = Console(stderr=True)
         self._bar = None
         if console.is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("positions, {task.fields[rate]}"),
-                TimeRemainingColumn(),
+            self._bar = progress.Progress(
+                progress.SpinnerColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn(f"{unit}, {{task.fields[rate]}}"),
+                progress.TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task(label, total=positions, rate="")
+            self._task = self._bar.add_task(label, total=total, rate="")
             self._bar.start()
 
-    def advance(self, positions: int) -> None:
-        """Call when rows come in."""
+    def advance(self, count: int) -> None:
+        """Call when some come in."""
         now = time.monotonic()
         elapsed, gap = now - self._started, now - self._last
         self._longest_gap = max(self._longest_gap, gap)
@@ -66,19 +56,46 @@ class CaptureProgress:
             # time a rate.
             self._rate = self.done / (self._last - self._started)
         self._last = now
-        self.done += positions
-        if self.done >= self.positions:
+        self.done += count
+        if self.done >= self.total:
             self._rate = self.done / elapsed
         if self._bar is not None:
             rate = f"{self._rate:,.0f}/s" if self._rate else ""
             self._bar.update(self._task, completed=self.done, rate=rate)
         elif self._rate and now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            left = (self.positions - self.done) / self._rate
+            digits = 0 if self._rate >= 10 else 2
+            left = (self.total - self.done) / self._rate
             self._say(
-                f"{self.done:,} of {self.positions:,} positions, {self._rate:,.0f}/s, "
+                f"{self.done:,} of {self.total:,} {self.unit}, {self._rate:,.{digits}f}/s, "
                 f"{_duration(left)} left"
             )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _say(self, text: str) -> None:
+        line = f"{self.label}: {text}"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+class CaptureProgress(Progress):
+    """The progress of a capture, and an estimate of the whole after its first rows.
+
+    Args:
+        label: Split and worker, shown on every line.
+        positions: Rows this process has to make.
+        free_bytes: Free space where they go, or None where it is not known.
+    """
+
+    def __init__(self, label: str, positions: int, free_bytes: int | None):
+        super().__init__(f"capture {label}", positions, "positions")
+        self._free_bytes = free_bytes
+        self._estimated = False
 
     @property
     def wants_estimate(self) -> bool:
@@ -87,16 +104,16 @@ class CaptureProgress:
     @property
     def ready_to_estimate(self) -> bool:
         enough = time.monotonic() - self._started >= _ESTIMATE_AFTER_S
-        return self._rate > 0 and (enough or self.done >= self.positions)
+        return self._rate > 0 and (enough or self.done >= self.total)
 
     def estimate(self, bytes_per_position: float, label_share: float | None = None) -> None:
         """Says once what the whole work will take, from the rows made so far and their encoded
         size, and warns of rows that know too little of the next tokens."""
         self._estimated = True
-        total_bytes = bytes_per_position * self.positions
+        total_bytes = bytes_per_position * self.total
         self._say(
-            f"estimate from {self.done:,} positions: {self.positions:,} positions at "
-            f"{self._rate:,.0f}/s take {_duration(self.positions / self._rate)} and "
+            f"estimate from {self.done:,} positions: {self.total:,} positions at "
+            f"{self._rate:,.0f}/s take {_duration(self.total / self._rate)} and "
             f"{decimal(int(total_bytes))} ({bytes_per_position:.0f} bytes/position)"
         )
         if self._free_bytes is not None and total_bytes > self._free_bytes:
@@ -111,17 +128,6 @@ class CaptureProgress:
                 f"warning: only {label_share:.0%} of the next tokens are among the teacher's "
                 "candidates; is it the teacher whose tokenizer the data was prepared with?"
             )
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _say(self, text: str) -> None:
-        line = f"capture {self.label}: {text}"
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

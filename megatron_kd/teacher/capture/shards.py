@@ -5,7 +5,6 @@ and not there yet, and publishes the manifest if its shard was the last one miss
 shared but files that appear whole.
 """
 
-import errno
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 from megatron_kd.cache.directory import CacheDirectory
 from megatron_kd.cache.format import SPEC_NAME
 from megatron_kd.cache.writer import ShardWriter
+from megatron_kd.full_disk import explained_full_disk
 from megatron_kd.teacher.capture.estimate import CaptureEstimate
 from megatron_kd.teacher.capture.job import CaptureJob, ResolvedJob, as_begun, resolve
 from megatron_kd.teacher.capture.progress import CaptureProgress
@@ -28,7 +28,6 @@ from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
 
 _TELLING_TOPK = 20
 """With fewer candidates a good teacher may miss many next tokens."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict[str, bool]:
@@ -178,16 +177,8 @@ def _make(
     progress = CaptureProgress(label, int(of_shard[todo].sum()), shutil.disk_usage(directory).free)
     try:
         for shard in todo:
-            try:
+            with explained_full_disk(shard, len(resolved.plan) - 1, directory.folder):
                 _make_shard(resolved, engine, directory, shard, progress)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                raise OSError(
-                    f"{error}. Shard {shard} of {len(resolved.plan) - 1} in {directory.folder} "
-                    "could not be written; the finished ones are kept. Make room and run the same "
-                    "command again to go on"
-                ) from error
     finally:
         progress.close()
 

@@ -6,7 +6,7 @@ An engine of another package, or of another part of this one, is a further entry
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
 
@@ -18,15 +18,19 @@ ENGINES: dict[str, str | type[TeacherEngine]] = {
 }
 
 
-def engine_class(name: str) -> type[TeacherEngine]:
+def engine_class(name: str, registry: Mapping[str, str | type] | None = None) -> type:
     """The class behind an engine's name.
+
+    Args:
+        registry: Where to look; None: ENGINES. Engines that generate have one of their own.
 
     Raises:
         EngineError: There is no such engine, or the package it needs is not installed.
     """
-    if name not in ENGINES:
-        raise EngineError(f"no teacher engine {name!r}; there are {', '.join(sorted(ENGINES))}")
-    entry = ENGINES[name]
+    registry = ENGINES if registry is None else registry
+    if name not in registry:
+        raise EngineError(f"no teacher engine {name!r}; there are {', '.join(sorted(registry))}")
+    entry = registry[name]
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")

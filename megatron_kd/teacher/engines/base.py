@@ -10,7 +10,7 @@ the whole vocabulary (ids below `vocab_size`) at temperature 1, whatever is kept
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -197,6 +197,26 @@ class EngineOptions:
             for name, value in self.shaping().items()
             if name in always or value != defaults[name]
         }
+
+
+def options_of(engine: type, name: str, given: Mapping[str, Any]) -> EngineOptions:
+    """An engine's options object from what was given by name.
+
+    Args:
+        engine: The class, with its Options.
+        name: What the engine is called.
+
+    Raises:
+        EngineError: An option is not one of this engine's, or its value is refused.
+    """
+    known = {f.name for f in fields(engine.Options)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise EngineError(
+            f"{', '.join(unknown)}: not an option of the {name} engine, which has "
+            f"{', '.join(sorted(known))}"
+        )
+    return engine.Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 class TeacherEngine(ABC):

@@ -26,9 +26,11 @@ class BatchedModelOptions(ModelDirectoryOptions):
     )
 
 
-def batches(documents: Sequence[TeacherDocument], batch_tokens: int) -> Iterator[list[int]]:
+def batches(
+    documents: Sequence[TeacherDocument], batch_tokens: int, *, added: int = 0
+) -> Iterator[list[int]]:
     """Indices of documents that run together: of like length, longest first, at most batch_tokens
-    with padding.
+    with padding, and with the tokens `added` to each.
 
     The order comes from the documents' tokens alone, so the same set of documents runs in the same
     batches in whatever order it is given, and gives the same bits.
@@ -43,7 +45,7 @@ def batches(documents: Sequence[TeacherDocument], batch_tokens: int) -> Iterator
             yield batch
             batch = []
         if not batch:
-            width = documents[index].run_tokens
+            width = documents[index].run_tokens + added
         batch.append(index)
     if batch:
         yield batch

@@ -10,21 +10,20 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_kd.teacher.engines.base import (
     EngineError,
     EngineOptions,
     EngineUnavailable,
     TeacherDescription,
-    TeacherDocument,
-    TeacherRows,
     option,
 )
 
 if TYPE_CHECKING:
     import aiohttp
 
+Question, Answer = TypeVar("Question"), TypeVar("Answer")
 API_KEY = "MEGATRON_KD_API_KEY"
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
@@ -153,25 +152,25 @@ def describe_servers(
     return first
 
 
-def stream_rows(
+def stream_answers(
     options: HttpOptions,
-    documents: Sequence[TeacherDocument],
-    rows_of: Callable[[TeacherClient, TeacherDocument], Awaitable[TeacherRows]],
-) -> Iterator[tuple[int, TeacherRows]]:
-    """Asks for every document once, `concurrency` at a time, and yields (index, rows) as they come
+    questions: Sequence[Question],
+    answer_to: Callable[[TeacherClient, Question], Awaitable[Answer]],
+) -> Iterator[tuple[int, Answer]]:
+    """Asks every question once, `concurrency` at a time, and yields (index, answer) as they come
     in.
 
     The first failure ends the stream and cancels what is under way; so does closing the iterator.
     """
     loop = asyncio.new_event_loop()
-    waiting = iter(range(len(documents)))
+    waiting = iter(range(len(questions)))
     running: dict[asyncio.Task, int] = {}
     client = TeacherClient(options)
     try:
         loop.run_until_complete(client.__aenter__())
         while True:
             for index in itertools.islice(waiting, options.concurrency - len(running)):
-                running[loop.create_task(rows_of(client, documents[index]))] = index
+                running[loop.create_task(answer_to(client, questions[index]))] = index
             if not running:
                 return
             done, _ = loop.run_until_complete(

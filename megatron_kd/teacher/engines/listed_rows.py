@@ -48,6 +48,22 @@ def prompt_of(document: TeacherDocument) -> list[int]:
     return tokens
 
 
+def rows_of_response(
+    lists: Sequence[tuple[np.ndarray, np.ndarray]],
+    tokens: Sequence[int],
+    request: RowRequest,
+    engine: str,
+) -> TeacherRows:
+    """Rows of a response from one (ids, logprobs) pair per token of it, which lists that token.
+
+    Raises:
+        EngineError: As `rows_from_lists`; or they are fewer than the tokens.
+    """
+    tokens = [0, *map(int, tokens)]  # what stands before the response gives the first of its rows
+    document = TeacherDocument(np.asarray(tokens, np.int32), np.arange(len(tokens) - 1))
+    return rows_from_lists([None, *lists], document, request, engine, prompt=tokens)
+
+
 def rows_from_lists(
     lists: Sequence[tuple[np.ndarray, np.ndarray] | None],
     document: TeacherDocument,

@@ -23,7 +23,7 @@ from megatron_kd.teacher.engines.http_client import (
     HttpOptions,
     TeacherClient,
     describe_servers,
-    stream_rows,
+    stream_answers,
 )
 from megatron_kd.teacher.engines.listed_rows import prompt_of, refuse_unlisted, rows_from_lists
 
@@ -45,7 +45,7 @@ class SglangEngine(TeacherEngine):
         self.options = options
 
     def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
-        return stream_rows(self.options, documents, self._rows)
+        return stream_answers(self.options, documents, self._rows)
 
     def close(self) -> None:
         """Nothing is held between streams."""

@@ -16,12 +16,15 @@ from megatron_kd.teacher.engines.base import (
     option,
 )
 from megatron_kd.teacher.engines.batches import BatchedModelOptions, batches
-from megatron_kd.teacher.engines.model_directory import describe_directory
+from megatron_kd.teacher.engines.model_directory import (
+    ModelDirectoryOptions,
+    describe_directory,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersOptions(BatchedModelOptions):
-    """How the model runs in this process."""
+class TransformersModelOptions(ModelDirectoryOptions):
+    """How the model is held in this process."""
 
     device_map: str | None = option(
         None,
@@ -33,13 +36,18 @@ class TransformersOptions(BatchedModelOptions):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformersOptions(TransformersModelOptions, BatchedModelOptions):
+    """How the model runs in this process."""
+
+
 class TransformersEngine(TeacherEngine):
     """Runs a causal LM of the transformers library."""
 
     Options = TransformersOptions
 
     @classmethod
-    def describe(cls, teacher: str, options: TransformersOptions) -> TeacherDescription:
+    def describe(cls, teacher: str, options: TransformersModelOptions) -> TeacherDescription:
         import torch
         import transformers
 

@@ -38,7 +38,7 @@ class LoadedModel:
     def __init__(self, path: Path, request: RowRequest, options):
         self.request = request
         self.options = options
-        self.model = _load(path, options)
+        self.model = load_model(path, options)
         self.device = self.model.get_input_embeddings().weight.device
         self._base = self.model.base_model
         output_rows = self.model.get_output_embeddings().weight.shape[0]
@@ -117,7 +117,15 @@ class LoadedModel:
             )
 
 
-def _load(path: Path, options) -> transformers.PreTrainedModel:
+def load_model(path: Path, options) -> transformers.PreTrainedModel:
+    """The model of a directory, on its device.
+
+    Args:
+        options: As TransformersModelOptions.
+
+    Raises:
+        EngineError: The directory does not hold all of its weights.
+    """
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype_key = "dtype" if version >= (4, 56) else "torch_dtype"
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)

@@ -31,7 +31,41 @@ from megatron_kd.teacher.engines.model_directory import ModelDirectoryOptions, d
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmOptions(ModelDirectoryOptions):
+class VllmModelOptions(ModelDirectoryOptions):
+    """How vLLM holds a model."""
+
+    tensor_parallel: int = option(1, "GPUs that share each layer", shapes_rows=True, minimum=1)
+    max_model_len: int | None = option(
+        None, "the longest prompt, in tokens; left out: the model's own limit"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of the GPU that vLLM may take")
+
+    def load(self, model: str | os.PathLike, *, max_logprobs: int, reuse_prefixes: bool):
+        """The `vllm.LLM` of a model directory, for token ids in and out.
+
+        Args:
+            max_logprobs: The most candidates that a request may ask for.
+            reuse_prefixes: Whether prompts that begin alike share their beginning; a shared one has
+                no prompt log-probabilities.
+        """
+        import vllm
+
+        return vllm.LLM(
+            model=str(model_directory(model)),
+            skip_tokenizer_init=True,  # ids in, ids out: text plays no part
+            dtype=self.dtype,
+            tensor_parallel_size=self.tensor_parallel,
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            trust_remote_code=self.trust_remote_code,
+            enable_prefix_caching=reuse_prefixes,
+            max_logprobs=max_logprobs,
+            disable_log_stats=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions(VllmModelOptions):
     """How vLLM runs the teacher."""
 
     batch_tokens: int = option(
@@ -41,11 +75,6 @@ class VllmOptions(ModelDirectoryOptions):
         recorded_at_default=True,
         minimum=1,
     )
-    tensor_parallel: int = option(1, "GPUs that share each layer", shapes_rows=True, minimum=1)
-    max_model_len: int | None = option(
-        None, "the longest prompt, in tokens; left out: the model's own limit"
-    )
-    gpu_memory_utilization: float = option(0.9, "share of the GPU that vLLM may take")
 
 
 class VllmEngine(TeacherEngine):
@@ -54,7 +83,7 @@ class VllmEngine(TeacherEngine):
     Options = VllmOptions
 
     @classmethod
-    def describe(cls, teacher: str, options: VllmOptions) -> TeacherDescription:
+    def describe(cls, teacher: str, options: VllmModelOptions) -> TeacherDescription:
         import torch
         import vllm
 
@@ -72,22 +101,9 @@ class VllmEngine(TeacherEngine):
         refuse_unlisted(request, "vllm")
         import vllm
 
-        path = model_directory(teacher)
         self.request = request
         self.options = options
-        self._llm = vllm.LLM(
-            model=str(path),
-            skip_tokenizer_init=True,  # ids in, ids out: text plays no part
-            dtype=options.dtype,
-            tensor_parallel_size=options.tensor_parallel,
-            max_model_len=options.max_model_len,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            trust_remote_code=options.trust_remote_code,
-            # A cached prefix has no prompt log-probabilities.
-            enable_prefix_caching=False,
-            max_logprobs=request.topk,
-            disable_log_stats=True,
-        )
+        self._llm = options.load(teacher, max_logprobs=request.topk, reuse_prefixes=False)
         self._sampling = vllm.SamplingParams(
             max_tokens=1,
             temperature=0.0,

@@ -22,7 +22,7 @@ from megatron_kd.teacher.engines.http_client import (
     HttpOptions,
     TeacherClient,
     describe_servers,
-    stream_rows,
+    stream_answers,
 )
 from megatron_kd.teacher.engines.listed_rows import (
     PROMPT_EXTRA_TOKENS,
@@ -58,7 +58,7 @@ class VllmServerEngine(TeacherEngine):
         self._model = teacher
 
     def stream(self, documents: Sequence[TeacherDocument]) -> Iterator[tuple[int, TeacherRows]]:
-        return stream_rows(self.options, documents, self._rows)
+        return stream_answers(self.options, documents, self._rows)
 
     def close(self) -> None:
         """Nothing is held between streams."""

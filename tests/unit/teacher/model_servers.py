@@ -2,9 +2,10 @@
 order.
 
 Both compute the model's own log-probabilities. vLLM's answer lists the prompt's own token before
-the K largest; SGLang's lists the K largest. `faults` is a list consumed one per request, in order
-of arrival: "503" (an overload answer), "drop" (the connection is cut), "hang" (no answer), or a
-function of the finished answer that spoils it.
+the K largest; SGLang's lists the K largest. Both write on, too, most likely token by token, and so
+does a server of OpenAI's kind where it has a tokenizer. `faults` is a list consumed one per
+request, in order of arrival: "503" (an overload answer), "drop" (the connection is cut), "hang" (no
+answer), or a function of the finished answer that spoils it.
 """
 
 import asyncio
@@ -20,7 +21,10 @@ from tiny_teacher import full_logprobs
 class ModelServer:
     """Runs in a thread of its own; `address` is its base address. Use as a context manager."""
 
-    def __init__(self, model, *, name="tiny", faults=(), max_logprobs=20, flat=True):
+    def __init__(
+        self, model, *, name="tiny", faults=(), max_logprobs=20, flat=True, tokenizer=None
+    ):
+        self.tokenizer = tokenizer
         self.model, self.name, self.max_logprobs, self.flat = model, name, max_logprobs, flat
         self.faults = list(faults)
         self.bodies, self.keys = [], []
@@ -51,6 +55,7 @@ class ModelServer:
                     web.get("/model_info", self._model_info),
                     web.get("/server_info", self._server_info),
                     web.post("/generate", self._generate),
+                    web.post("/v1/chat/completions", self._chat),
                 ]
             )
             runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -116,9 +121,15 @@ class ModelServer:
         return web.json_response({"version": "0.32.0"})
 
     async def _completions(self, request):
-        return await self._answer(request, lambda body: body["prompt"], self._completion)
+        def prompt_of(body):
+            prompt = body["prompt"]
+            return prompt if isinstance(prompt, list) else self.tokenizer(prompt).input_ids
+
+        return await self._answer(request, prompt_of, self._completion)
 
     def _completion(self, body, prompt):
+        if "prompt_logprobs" not in body:
+            return self._written_completion(body, prompt)
         count = body["prompt_logprobs"]
         if count > self.max_logprobs:
             words = f"prompt logprobs of {count} is greater than max allowed: {self.max_logprobs}"
@@ -141,6 +152,52 @@ class ModelServer:
         choice = {"index": 0, "text": "", "prompt_logprobs": positions, "prompt_token_ids": prompt}
         return {"object": "text_completion", "model": self.name, "choices": [choice]}
 
+    def _written_completion(self, body, prompt):
+        ends = body.get("stop_token_ids", [self.tokenizer.eos_token_id])
+        tokens, rows = self._write_on(prompt, body["max_tokens"], ends)
+        over = tokens[-1] in ends
+        spoken = self.tokenizer.decode(tokens[:-1] if over else tokens)
+        choice = {
+            "index": 0,
+            "text": spoken,
+            "finish_reason": "stop" if over else "length",
+            "stop_reason": tokens[-1] if over else None,
+        }
+        if body.get("return_token_ids"):
+            choice |= {"prompt_token_ids": prompt, "token_ids": tokens}
+        if count := body.get("logprobs"):
+            listed = [
+                {f"token_id:{v}": float(row[v]) for v in [token, *row.topk(count).indices.tolist()]}
+                for token, row in zip(tokens, rows, strict=True)
+            ]
+            choice["logprobs"] = {"top_logprobs": listed}
+        return {"object": "text_completion", "model": self.name, "choices": [choice]}
+
+    def _write_on(self, prompt, count, ends):
+        """The most likely tokens after a prompt, and the distribution that each was taken from."""
+        tokens, rows = [], []
+        while len(tokens) < count and (not tokens or tokens[-1] not in ends):
+            logprobs = full_logprobs(self.model, [*prompt, *tokens], self.model.config.vocab_size)
+            rows.append(logprobs[-1])
+            tokens.append(int(logprobs[-1].argmax()))
+        return tokens, rows
+
+    # OpenAI
+
+    async def _chat(self, request):
+        def prompt_of(body):
+            text = self.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, tokenize=False
+            )
+            return self.tokenizer(text, add_special_tokens=False).input_ids
+
+        return await self._answer(request, prompt_of, self._chat_completion)
+
+    def _chat_completion(self, body, prompt):
+        (choice,) = self._written_completion(body, prompt)["choices"]
+        message = {"role": "assistant", "content": choice.pop("text") or None}
+        return {"object": "chat.completion", "choices": [{**choice, "message": message}]}
+
     # SGLang
 
     async def _model_info(self, request):
@@ -159,6 +216,15 @@ class ModelServer:
         return await self._answer(request, lambda body: body["input_ids"], self._generation)
 
     def _generation(self, body, prompt):
+        if "top_logprobs_num" not in body:
+            settings = body["sampling_params"]
+            ends = settings["stop_token_ids"]
+            tokens, _ = self._write_on(prompt, settings["max_new_tokens"], ends)
+            over = tokens[-1] in ends
+            reason = {"type": "stop", "matched": tokens[-1]} if over else {"type": "length"}
+            meta = {"prompt_tokens": len(prompt), "finish_reason": reason}
+            text = self.tokenizer.decode(tokens)
+            return {"text": text, "output_ids": tokens, "meta_info": meta}
         count = body["top_logprobs_num"]
         rows = full_logprobs(self.model, prompt)[:-1]
         top = rows.topk(count)

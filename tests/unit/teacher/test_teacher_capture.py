@@ -93,7 +93,7 @@ def test_a_rerun_makes_only_what_is_missing(data, teacher_dir, tmp_path, monkeyp
     def refuse(*args, **kwargs):
         raise AssertionError("the teacher was loaded for a complete cache")
 
-    monkeypatch.setattr("megatron_kd.teacher.engines.transformers_model._load", refuse)
+    monkeypatch.setattr("megatron_kd.teacher.engines.transformers_model.load_model", refuse)
     assert main(command(data, teacher_dir, two)) == 0
 
 
