@@ -63,6 +63,10 @@ class StudentConfig:
     load_weights: Flag = True
     """Start from the directory's weights; false starts from random ones."""
 
+    check_parity: Flag = True
+    """Refuse to train where the host computes another model than transformers does from the same
+    configuration: compared on a small copy of it with random weights, in seconds."""
+
     train_only: list[str] = field(default_factory=list)
     """Freeze every parameter whose name matches none of these patterns, such as `*.mlp.*`; empty
     trains all."""

@@ -24,13 +24,14 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
+from transformers import AutoConfig
 
 from megatron_kd.config import NO_PEFT, DistillConfig
 from megatron_kd.host import sharded_weights, versions
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
-from megatron_kd.host.versions import every_version
+from megatron_kd.host.versions import every_version, rotary, windows
 from megatron_kd.typed_mapping import ConfigError, update
 
 # key → (required value, why). `checks` refuses a user who asks for another value.
@@ -70,9 +71,13 @@ def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = No
             f"{hf_path} is not a Hugging Face model directory (no config.json); make a student "
             "with `megatron-kd init-student`, or give the path of a downloaded model"
         )
-    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
-        load_weights=load_weights
-    )
+    bridge = AutoBridge.from_hf_pretrained(str(directory))
+    try:
+        provider = bridge.to_megatron_provider(load_weights=load_weights)
+    except (AttributeError, KeyError, TypeError) as error:  # of a converter that expects others
+        raise ConfigError(
+            f"Megatron-Bridge cannot convert {hf_path}: {type(error).__name__}: {error}"
+        ) from error
     _adapt_provider(provider, hf_path, load_weights, _on_cpu(on_cpu))
     return provider
 
@@ -139,6 +144,20 @@ def adapt(container: ConfigContainer, config: DistillConfig) -> dict:
     return asked
 
 
+def correct_conversion(provider, config) -> None:
+    """Mend what the host's converter drops or gets wrong of a directory's configuration.
+
+    Args:
+        provider: The host's model provider of the directory, not yet finalized.
+        config: transformers' configuration of the directory.
+
+    Raises:
+        ConfigError: The host has no setting for what the directory asks.
+    """
+    windows.correct(provider, config)
+    rotary.correct(provider, config)
+
+
 def _on_cpu(choice: bool | None) -> bool:
     return cpu_backend.is_active() if choice is None else choice
 
@@ -163,6 +182,7 @@ def _adapt_provider(provider, hf_path: str, load_weights: bool, on_cpu: bool) ->
             setattr(provider, name, value)
     elif provider.gradient_accumulation_fusion and not every_version.has_fusion_kernel():
         provider.gradient_accumulation_fusion = False  # a default that the output layer refuses
+    correct_conversion(provider, AutoConfig.from_pretrained(hf_path))
     if load_weights:
         weights_complete.check_loading(provider, str(hf_path))
     # After the weights' own hook, before anything of ours.

@@ -32,6 +32,7 @@ from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
 from megatron_kd.host.online import modelopt
 from megatron_kd.host.parameters import freezing as trainable
 from megatron_kd.host.parameters import lora as adapters
+from megatron_kd.host.parity import proof
 from megatron_kd.host.step import hidden_states, offline
 from megatron_kd.host.step.forward_step import DistillationStep
 
@@ -104,6 +105,7 @@ def dry_run(config: DistillConfig) -> dict:
     container = prepare(config, starts=False)
     if cpu_backend.is_active() and config.launch.ranks is not None:
         rehearse(config)
+    proof.compare_alone(config, container)
     return resolved(config, container)
 
 
@@ -121,6 +123,7 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
         container: What `prepare` returned for it, or `adapt` made of the user's own.
     """
     versions.apply_patches()
+    proof.compare_when_built(config, container)
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
         record_identity(config, container)

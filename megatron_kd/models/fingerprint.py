@@ -43,10 +43,7 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
         ValueError: There are no weight files.
     """
     path = Path(path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for key in _IGNORED_CONFIG_KEYS:
-        config.pop(key, None)
-    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(configuration_of(path), sort_keys=True, separators=(",", ":"))
     files = sorted(f for f in path.iterdir() if f.suffix in _WEIGHT_SUFFIXES and f.is_file())
     if any(f.suffix == ".safetensors" for f in files):  # a .bin twin beside them is not read
         files = [f for f in files if f.suffix == ".safetensors"]
@@ -62,6 +59,12 @@ def model_fingerprint(path: str | os.PathLike) -> dict[str, str]:
         "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
         "weights_xxh3_128": whole.hexdigest(),
     }
+
+
+def configuration_of(path: str | os.PathLike) -> dict:
+    """A directory's config.json without the keys that say nothing about the model."""
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
 
 
 def has_tokenizer(path: str | os.PathLike) -> bool:

@@ -20,11 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from megatron_kd.host.container import correct_conversion
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.output_layer import OutputLayerTap
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRows
 from megatron_kd.teacher.engines.sharded_topk import select_sharded
 from megatron_kd.teacher.engines.topk import Selected, chunk_rows, select_by_chunks
+from megatron_kd.typed_mapping import ConfigError
 
 # A follower waits while the leader encodes and writes a shard.
 _PATIENCE = datetime.timedelta(days=2)
@@ -186,12 +188,15 @@ class _Stage:
 
 
 def _build(path, options) -> list[torch.nn.Module]:
-    provider = AutoBridge.from_hf_pretrained(
-        str(path), trust_remote_code=options.trust_remote_code
-    ).to_megatron_provider(load_weights=True)
+    bridge = AutoBridge.from_hf_pretrained(str(path), trust_remote_code=options.trust_remote_code)
+    provider = bridge.to_megatron_provider(load_weights=True)
     if cpu_backend.is_active():
         for name, value in cpu_backend.provider_settings().items():
             setattr(provider, name, value)
+    try:
+        correct_conversion(provider, bridge.hf_pretrained.config)
+    except ConfigError as error:
+        raise EngineError(f"{path}: {error}") from error
     if options.dtype != "auto":
         provider.params_dtype = getattr(torch, options.dtype)
         provider.bf16 = provider.params_dtype == torch.bfloat16

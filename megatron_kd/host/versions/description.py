@@ -31,6 +31,10 @@ class Host:
     """Whether all chunks of a virtual pipeline read one data iterator, which the host's loop
     splits; else it wants a list with one for each chunk."""
 
+    gemma3_window_counts_query: bool
+    """Whether Gemma 3's `window_size` counts the query's own key, as transformers does, and the
+    host takes it off; else a window holds the keys before the query."""
+
     patches: tuple[Callable[[], None], ...] = ()
     """Changes to the host's own code that are active on GPUs too. It offers no hook for these."""
 

@@ -95,6 +95,22 @@ def mark_sharded_parameters(model: list) -> list:
     return model
 
 
+def window_gemma2_layers(model: list) -> list:
+    """Gemma 2's attention has its window in even layers, counted from 1, where transformers has it
+    in odd ones, and applies it only to a mask, which training does not pass: no layer ever had one.
+    Its softmax makes the mask itself when it knows the window; its fused kernel reads none.
+    """
+    for chunk in model:
+        for module in chunk.modules():
+            if type(module).__name__ != "Gemma2DotProductAttention":
+                continue
+            module.window_size = module.config.window_size if module.layer_number % 2 else None
+            if module.window_size is not None:
+                module.scale_mask_softmax.window_size = module.window_size
+                module.scale_mask_softmax.scaled_masked_softmax_fusion = False
+    return model
+
+
 HOST = Host(
     bridge="0.3.1",
     core="0.16.1",
@@ -102,12 +118,13 @@ HOST = Host(
     convert_to_distillation=convert_to_distillation,
     evaluates_online_pipelines=False,  # sized for the student alone, it fails
     shares_data_iterators=False,
+    gemma3_window_counts_query=False,
     patches=(
         *every_version.PATCHES,
         number_local_experts,
         scale_router_losses_by_whole_sequences,
     ),
-    model_hooks=(mark_sharded_parameters,),
+    model_hooks=(mark_sharded_parameters, window_gemma2_layers),
     cpu_stand_ins={
         # Annotations, isinstance checks and base classes only.
         "transformer_engine": (

@@ -124,6 +124,7 @@ HOST = Host(
     convert_to_distillation=convert_to_distillation,
     evaluates_online_pipelines=True,
     shares_data_iterators=True,
+    gemma3_window_counts_query=True,
     patches=(
         *every_version.PATCHES,
         leave_the_order_to_the_dataset,

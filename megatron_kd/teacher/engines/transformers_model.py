@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 
+from megatron_kd.models import transformers_faults
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument, TeacherRows
 from megatron_kd.teacher.engines.draws import draws_of
 from megatron_kd.teacher.engines.topk import chunk_rows, select, select_by_chunks
@@ -152,6 +153,7 @@ def load_model(path: Path, options) -> transformers.PreTrainedModel:
     if device_map is None:
         if torch.cuda.is_available():
             model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    transformers_faults.mend(model)
     return model.eval()
 
 
