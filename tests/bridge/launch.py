@@ -35,6 +35,9 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         backend.SWITCH: backend.BACKEND,
+        # Proofs that the host computes a model are kept from one test process to the next; they are
+        # bound to the code that they prove.
+        "MEGATRON_KD_CACHE": str(REPOSITORY / "build" / "tests" / "cache"),
     }
 
 

@@ -35,8 +35,8 @@ LAYOUT = (
 )
 """Which ranks hold what of the model."""
 
-# Sizes, which a shrunken copy has of its own; where its layers stand; what concerns training or
-# precision and does not change what the model computes in fp32.
+# Sizes, which a shrunken copy has of its own; where its layers stand; what concerns training,
+# communication or precision and does not change what the model computes in fp32.
 NOT_CARRIED = {
     *LAYOUT,
     "num_layers",
@@ -60,6 +60,13 @@ NOT_CARRIED = {
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
+    "variable_seq_lengths",
+    "deallocate_pipeline_outputs",
+    "gradient_accumulation_fusion",
+    "defer_embedding_wgrad_compute",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_input_jitter_eps",
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
     "fp16",
@@ -75,7 +82,18 @@ NOT_CARRIED = {
     "generation_config",
     "hf_model_id",
 }
-NOT_CARRIED_PREFIXES = ("recompute_", "cuda_graph", "fp8_", "fp4_", "_", "enable_cuda_graph")
+NOT_CARRIED_PREFIXES = (
+    "_",
+    "batch_p2p_",
+    "cpu_offloading",
+    "cuda_graph",
+    "enable_cuda_graph",
+    "fp4_",
+    "fp8_",
+    "overlap_",
+    "recompute_",
+    "tp_comm_",
+)
 NOT_COMPARED = -1.0
 FUNCTIONS = (
     "finalize_model_grads_func",

@@ -21,13 +21,25 @@ def check_recipe(config: DistillConfig) -> Iterator[Finding]:
         config: The recipe, already valid by itself.
     """
     from megatron_kd.host import train as bridge
+    from megatron_kd.host.parity import proof
 
     try:
         container = bridge.prepare(config, starts=False)
+        parity = proof.compare_alone(config, container)
     except (ValueError, OSError) as error:
         yield Finding("fault", "recipe", str(error), "see the message")
         return
     yield Finding("ok", "recipe", f"{config.mode}, loss {config.loss.impl}: a run would start")
+    for line in parity:
+        yield Finding("ok", "parity", line)
+    if not parity:
+        yield Finding(
+            "warning",
+            "parity",
+            f"{proof.SWITCH}: whether the host computes the student as transformers does is not "
+            "checked",
+            "remove the setting",
+        )
     yield _vocabulary(container)
     source = container.dataset.open("train")
     yield from _tokenizers(config, source)
