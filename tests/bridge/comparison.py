@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import transformers
 from backend import TOLERANCE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -35,7 +36,9 @@ def worst_weight_departure(start, a, b) -> float:
 
 def student(directory: Path) -> torch.nn.Module:
     """A Hugging Face model in fp64, which computes what the host should."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    # transformers 5 has grouped products for experts, which fp64 has not.
+    plain = {"experts_implementation": "eager"} if transformers.__version__ >= "5" else {}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **plain).eval()
 
 
 def plain_losses(directory: Path, run, split: str, samples, model=None):
