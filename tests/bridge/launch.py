@@ -18,11 +18,13 @@ import pytest
 from torch.distributed import TCPStore
 from warm import process_behind, warm_python
 
+from megatron_kd.host.parity import record
 from megatron_kd.metrics_file import curve, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_CASE = Path(__file__).with_name("run_case.py")
 DISTILL = REPOSITORY / "scripts" / "distill.py"
+PROOFS = REPOSITORY / "build" / "tests" / "cache"
 TIMEOUT_S = 900
 EXPORT = "exported"
 LAST_CHARACTERS = 6000
@@ -37,7 +39,7 @@ def environment() -> dict[str, str]:
         backend.SWITCH: backend.BACKEND,
         # Proofs that the host computes a model are kept from one test process to the next; they are
         # bound to the code that they prove.
-        "MEGATRON_KD_CACHE": str(REPOSITORY / "build" / "tests" / "cache"),
+        record.FOLDER_VARIABLE: os.environ.get(record.FOLDER_VARIABLE, str(PROOFS)),
     }
 
 
