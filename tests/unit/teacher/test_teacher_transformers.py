@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_teacher import VOCAB, documents, full_logprobs, write_teacher
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+)
 
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherDocument
 from megatron_kd.teacher.engines.batches import batches
@@ -170,3 +176,38 @@ def test_fingerprint_is_of_the_weights_that_are_read(tmp_path):
     (tmp_path / "t/pytorch_model.bin").unlink()
     with pytest.raises(ValueError, match="no weight files"):
         model_fingerprint(tmp_path / "t")
+
+
+def test_deepseek_v2_attends_with_the_scale_of_its_authors(tmp_path):
+    torch.manual_seed(0)
+    rope = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
+    config = DeepseekV2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        initializer_range=0.5,
+        rope_scaling=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    )
+    model = DeepseekV2ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    for layer in model.model.layers:  # modeling_deepseek.py beside the published weights
+        layer.self_attn.scaling = 16**-0.5 * (0.1 * 0.707 * np.log(40.0) + 1) ** 2
+    docs = documents(2, [30, 48])
+    _, rows = run(tmp_path, docs, RowRequest(topk=5, vocab_size=VOCAB))
+    for document, got in zip(docs, rows, strict=True):
+        want = full_logprobs(model, document.tokens)[document.rows].topk(5)
+        np.testing.assert_allclose(got.topk_logprobs, want.values, atol=5e-5)
