@@ -24,7 +24,6 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
-from transformers import AutoConfig
 
 from megatron_kd.config import NO_PEFT, DistillConfig
 from megatron_kd.host import sharded_weights, versions
@@ -79,6 +78,7 @@ def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = No
             f"Megatron-Bridge cannot convert {hf_path}: {type(error).__name__}: {error}"
         ) from error
     _adapt_provider(provider, hf_path, load_weights, _on_cpu(on_cpu))
+    correct_conversion(provider, bridge.hf_pretrained.config)
     return provider
 
 
@@ -182,7 +182,6 @@ def _adapt_provider(provider, hf_path: str, load_weights: bool, on_cpu: bool) ->
             setattr(provider, name, value)
     elif provider.gradient_accumulation_fusion and not every_version.has_fusion_kernel():
         provider.gradient_accumulation_fusion = False  # a default that the output layer refuses
-    correct_conversion(provider, AutoConfig.from_pretrained(hf_path))
     if load_weights:
         weights_complete.check_loading(provider, str(hf_path))
     # After the weights' own hook, before anything of ours.

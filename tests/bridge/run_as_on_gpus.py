@@ -45,7 +45,6 @@ def main() -> None:
     settings = cpu_backend.provider_settings()
     for name in NEEDED:
         setattr(container.model, name, settings[name])
-    container.model.layernorm_zero_centered_gamma = False  # Transformer Engine's norm alone has it
     # The host turns it on where it finds the kernel, for which the backend has a stand-in.
     if "gradient_accumulation_fusion" not in config.bridge.get("model", {}):
         container.model.gradient_accumulation_fusion = True

@@ -112,14 +112,15 @@ def compare_attention(rank):
 
 def compare_norms(rank):
     """(relative departures of a norm's output and gradients with the sequence sharded; whether its
-    parameters are marked with and without sequence parallelism).
+    parameters are marked with and without sequence parallelism), for each kind, with weights around
+    one and around zero.
     """
     _set_up(context_parallel_size=1)
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     found = {}
-    for kind in ("RMSNorm", "LayerNorm"):
+    for kind, zero_centered in itertools.product(("RMSNorm", "LayerNorm"), (False, True)):
         norms = []
         for sequence_parallel in (False, True):
             config = TransformerConfig(
@@ -129,12 +130,19 @@ def compare_norms(rank):
                 tensor_model_parallel_size=2,
                 sequence_parallel=sequence_parallel,
                 normalization=kind,
+                layernorm_zero_centered_gamma=zero_centered,
                 persist_layer_norm=False,
             )
-            norms.append(WrappedTorchNorm(config, N * D))
+            norms.append(WrappedTorchNorm(config, N * D, eps=1e-3))
         generator = torch.Generator().manual_seed(6)
         states, upstream = (torch.randn(S, B, N * D, generator=generator) for _ in range(2))
         whole, part = norms
+        if zero_centered:  # the same function in PyTorch's own class
+            whole = getattr(torch.nn, kind)(N * D, eps=1e-3)
+        for norm, center in ((whole, 1.0), (part, 0.0 if zero_centered else 1.0)):
+            assert all((norm.weight == center).tolist()), (kind, zero_centered)
+            with torch.no_grad():
+                norm.weight.copy_(center + torch.linspace(-2, 2, N * D))
         whole_states = states.clone().requires_grad_()
         whole(whole_states).backward(upstream)
         mine = slice(rank * S // 2, (rank + 1) * S // 2)
@@ -142,7 +150,7 @@ def compare_norms(rank):
         output = part(part_states)
         output.backward(upstream[mine])
         torch.distributed.all_reduce(part.weight.grad)  # as the host does for marked parameters
-        found[kind] = (
+        found[kind, zero_centered] = (
             _departures(
                 [whole(states)[mine].detach(), whole_states.grad[mine], whole.weight.grad],
                 [output.detach(), part_states.grad, part.weight.grad],

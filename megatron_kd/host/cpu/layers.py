@@ -4,7 +4,9 @@ On GPUs context parallelism, packed sequences and norms under sequence paralleli
 Engine's. Core's own PyTorch modules (its "local" layers) refuse all three. `install` extends them:
 
 - the norm marks its parameters, so that the host sums their gradients over the ranks that share a
-  sequence;
+  sequence, and takes zero-centered weights (w stands for a scale of 1 + w: Nemotron, Gemma);
+- the sum over one tensor-parallel rank is a tensor of its own, not its argument again, to which
+  experts with biases add in place, which autograd refuses for a view;
 - linear layers find the product that accumulates into `main_grad` (gradient accumulation fusion);
 - heads for multi-token prediction are built of the same local layers;
 - the attention gathers keys and values over the context-parallel ranks (backward: reduce-scatter)
@@ -23,7 +25,6 @@ import torch
 from megatron_kd.data.document_layout import context_parallel_places
 
 _NORM_FIELDS = (
-    "layernorm_zero_centered_gamma",
     "persist_layer_norm",
     "memory_efficient_layer_norm",
     "normalization",
@@ -34,6 +35,7 @@ def install() -> None:
     """Extend Core's classes in place; calling it again does nothing."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.tensor_parallel.layers as linear_layers
+    import megatron.core.tensor_parallel.mappings as mappings
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -46,6 +48,7 @@ def install() -> None:
         wgrad_gemm_accum_fp32=_accumulate_weight_gradient,
         wgrad_gemm_accum_fp16=_accumulate_weight_gradient,
     )
+    mappings._reduce = _sum_of_its_own(mappings._reduce)
     _extend_norm(WrappedTorchNorm)
     _extend_attention(DotProductAttention)
 
@@ -66,13 +69,53 @@ def _accumulate_weight_gradient(layer_input, upstream, main_grad) -> None:
     main_grad.add_((upstream.T @ layer_input).to(main_grad.dtype))
 
 
+def _sum_of_its_own(reduce):
+    def reduce_to_a_new_tensor(tensor, group):
+        return tensor.clone() if group.size() == 1 else reduce(tensor, group)
+
+    return reduce_to_a_new_tensor
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """A layer norm that scales by 1 + weight. Its name is how the host's converter knows it."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states [..., h] → the same shape and dtype."""
+        return torch.nn.functional.layer_norm(
+            hidden_states, self.normalized_shape, 1 + self.weight, self.bias, self.eps
+        )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """An RMS norm that scales by 1 + weight. Its name is how the host's converter knows it."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states [..., h] → the same shape and dtype."""
+        return torch.nn.functional.rms_norm(
+            hidden_states, self.normalized_shape, 1 + self.weight, self.eps
+        )
+
+
+_ZERO_CENTERED = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
 def _extend_norm(norm_class) -> None:
     build = norm_class.__new__
 
-    def build_marked(cls, config, hidden_size, *args, **kwargs):
-        plain = SimpleNamespace(**{name: getattr(config, name) for name in _NORM_FIELDS})
-        plain.sequence_parallel = False
-        norm = build(cls, plain, hidden_size, *args, **kwargs)
+    def build_marked(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
+        if config.layernorm_zero_centered_gamma and config.normalization in _ZERO_CENTERED:
+            norm = _ZERO_CENTERED[config.normalization](hidden_size, eps=eps)
+        else:
+            plain = SimpleNamespace(**{name: getattr(config, name) for name in _NORM_FIELDS})
+            plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
+            norm = build(cls, plain, hidden_size, eps, *args, **kwargs)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
