@@ -40,7 +40,7 @@ MODEL_AND_CACHE_COMMANDS = {
 }
 RUN_COMMANDS = {
     "doctor": Command("megatron_kd.tools.doctor.doctor_command", "check this machine and a recipe"),
-    "parity": Command("megatron_kd.host.parity.command", "host against transformers, by weights"),
+    "parity": Command("megatron_kd.host.parity_command", "host against transformers, by weights"),
     "report": Command("megatron_kd.tools.report.report_command", "losses, speed, memory of a run"),
     "compare": Command("megatron_kd.tools.report.compare", "loss curves against the first run's"),
     "study": Command("megatron_kd.tools.report.study", "variants over seeds: train, score, report"),

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the whole configuration, the host's part too, and stop",
     )
+    parser.add_argument(
+        "--no-parity",
+        action="store_true",
+        help="train also where the host computes another model than transformers; the same as "
+        "student.check_parity=false",
+    )
     parser.add_argument("--config", metavar="RECIPE", help=argparse.SUPPRESS)
 
 
@@ -40,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         interrupted before training began. A rank that fails in training raises.
     """
     try:
-        config = from_recipe(*_recipe_and_overrides(args))
+        recipe, overrides = _recipe_and_overrides(args)
+        unchecked = ["student.check_parity=false"] if args.no_parity else []
+        config = from_recipe(recipe, [*overrides, *unchecked])
     except (ValueError, OSError) as error:
         return _refuse(error)
     # A rank that fails leaves its traceback to torchrun, whose summary then names the first

@@ -191,7 +191,7 @@ def test_a_run_whose_student_is_another_model_on_the_host_is_refused(world, wind
     assert not (output / record.RECORD).exists()
     assert not (output / "metrics.jsonl").exists()
 
-    unchecked = start_ranks(1, DISTILL, "--config", world, *wrong, "student.check_parity=false")
+    unchecked = start_ranks(1, DISTILL, "--config", world, *wrong, "--no-parity")
     assert unchecked.wait(ENDS_WITHIN_S) == 0
     assert "student.check_parity=false: whether the host computes" in unchecked.output()
 

@@ -326,6 +326,6 @@ def _device():
     return torch.cuda.current_device()
 
 
-def process_groups(model) -> ProcessGroupCollection | None:
+def process_groups(model) -> "ProcessGroupCollection | None":
     """The process groups of a run's model provider, where the host has given it some."""
     return getattr(model, "_pg_collection", None)
