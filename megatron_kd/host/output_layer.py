@@ -15,6 +15,22 @@ from megatron.core.utils import unwrap_model
 PLAIN_FORWARDS = {ColumnParallelLinear.forward}
 """The `forward` of output layers that multiply by their weight, add their bias, and do no more."""
 
+CAPPING_FORWARDS = {
+    "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer.forward": (
+        "final_logit_softcapping"
+    ),
+    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer.forward": (
+        "final_logit_softcapping"
+    ),
+}
+"""The `forward` of mix-ins that make c * tanh(logits / c) of what the layer below them returns →
+the field of the layer's configuration that holds c; None and 0 cap nothing. By name, as only Bridge
+0.6 has the second, which needs a later transformers."""
+
+LATER_MULTIPLIERS = {"mup_output_mult": "use_mup", "lm_head_multiplier": None}
+"""Field of a model's configuration by which the model multiplies what its output layer returned →
+the field that switches this on; None where it always does."""
+
 _ATTRIBUTE = "megatron_kd_tap"
 
 
@@ -49,21 +65,30 @@ class OutputLayerTap:
         """The tap on an output layer; None where the layer is as the host built it."""
         return getattr(layer, _ATTRIBUTE, None)
 
-    def check_is_plain(self) -> None:
-        """Refuse to do without an output layer that does more than its product.
+    def logit_options(self) -> dict[str, float | None]:
+        """What the layer does to its product, as keywords of the losses that project hidden states.
 
         Raises:
-            ValueError: The layer's class has a `forward` of its own, such as one that caps logits:
-                a loss that projects hidden states itself would leave that out.
+            ValueError: The layer's class has a `forward` that is not known here; whoever projects
+                hidden states itself would leave out what that does.
         """
-        kind = type(self.layer)
-        if kind.forward not in PLAIN_FORWARDS:
-            raise ValueError(
-                f"the output layer is a {kind.__module__}.{kind.__qualname__}, whose forward does "
-                "more than multiply by its weight; a loss that projects hidden states itself "
-                "(fused_chunked, fused_online) would leave that out: set loss.impl=dense, or "
-                "sparse_chunked offline"
-            )
+        caps = []
+        for kind in type(self.layer).__mro__:
+            forward = vars(kind).get("forward")
+            if forward in PLAIN_FORWARDS:
+                return {"logit_softcap": (caps[0] or None) if caps else None}
+            if forward is None:
+                continue
+            name = f"{forward.__module__}.{forward.__qualname__}"
+            if caps or name not in CAPPING_FORWARDS:
+                break
+            caps.append(getattr(self.layer.config, CAPPING_FORWARDS[name]))
+        raise ValueError(
+            f"the output layer calls {name}, which does more than multiply by its weight, in a way "
+            "not known here; what projects hidden states itself would leave that out: set "
+            "loss.impl=dense (or sparse_chunked offline), and capture with another engine than "
+            "megatron"
+        )
 
     @property
     def weight(self) -> torch.Tensor:
@@ -87,6 +112,22 @@ class OutputLayerTap:
         if self.hands_input_through:
             return input_, None
         return self._project(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+def later_multiplier(config) -> tuple[str, float] | None:
+    """The field by which a model multiplies what its output layer returned, and its value; None
+    where it does not.
+
+    Offline this needs no care: logits are multiplied by the host, and hidden states handed through
+    in their place give the same product. A teacher beside the student is compared by what the two
+    output layers return, before any multiplication.
+    """
+    for name, switch in LATER_MULTIPLIERS.items():
+        is_on = switch is None or getattr(config, switch, False)
+        factor = getattr(config, name, 1.0) if is_on else 1.0
+        if factor != 1:
+            return name, factor
+    return None
 
 
 def hands_input_through(layer: torch.nn.Module) -> bool:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.full_loss import ChunkLoss
 from megatron_kd.losses.kernels import accumulation_dtype
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.positions import LossOutputs, loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss
@@ -33,6 +34,8 @@ def dense_kd_loss(
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
     return_metrics: bool = False,
 ) -> LossResult:
     """Per-token divergence from a truncated teacher to the student, in nats, from whole logits.
@@ -46,6 +49,9 @@ def dense_kd_loss(
         vocab_size: Ids at or beyond it are padding columns: no mass, no gradient. None means no
             padding.
         tp_group: Ranks that share the vocabulary; None means the logits are whole.
+        logit_softcap: c, where the logits given are x, and the model's own are z = c · tanh(scale ·
+            x / c). None, also for logits that were capped already: no cap.
+        logit_scale: scale; without a cap z = scale · x. 1, also for logits scaled already.
         return_metrics: Also return `KDMetrics`, detached.
 
     Returns:
@@ -61,7 +67,8 @@ def dense_kd_loss(
     """
     shape, rows = check_logits(logits)
     shard = VocabShard.of(rows, vocab_size, tp_group)
-    loss = TopKLoss.of(divergence, shard, target, labels, shape)
+    transform = LogitTransform.of(logit_scale, logit_softcap)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape, transform=transform)
     return loss_result(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.kernels import full_gradient_, full_sums, max_and_sums
+from megatron_kd.losses.logit_transform import LogitTransform, transformed
 from megatron_kd.losses.objectives import Objective
 from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.target import KDMetrics
@@ -59,6 +60,8 @@ class FullLoss:
     positions: Positions
     labels: torch.Tensor | None  # [s * b]
     teacher_logits: TeacherLogits = field(repr=False)
+    transforms: tuple[LogitTransform | None, LogitTransform | None]
+    """Of what a chunk holds to its logits: the student's and the teacher's."""
 
     @classmethod
     def of(
@@ -69,13 +72,14 @@ class FullLoss:
         shape: Sequence[int],
         teacher_logits: TeacherLogits,
         index: torch.Tensor | None = None,
+        transforms: tuple[LogitTransform | None, LogitTransform | None] = (None, None),
     ) -> "FullLoss":
         divergence.check_labels(labels)
         divergence.check_online()
         positions = Positions(shape[0] * shape[1], check_index(index))
         objective = objective_unit(divergence.objective)
         labels = check_labels(labels, shape, shard)
-        return cls(divergence, objective, shard, positions, labels, teacher_logits)
+        return cls(divergence, objective, shard, positions, labels, teacher_logits, transforms)
 
     def begin_pass(self, chunk_rows: int) -> None:
         """Prepare the teacher's logits for chunks of at most chunk_rows rows."""
@@ -100,8 +104,9 @@ class FullChunk:
     def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> FullReading:
         """Read logits z [n, vp], which stay as they are."""
         group = self.loss.shard.group
-        m, sums = max_and_sums(z, self.taus)
-        teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1])
+        student_transform, teacher_transform = self.loss.transforms
+        m, sums = max_and_sums(z, self.taus, student_transform)
+        teacher_m, teacher_sums = max_and_sums(self.y, self.taus[:1], teacher_transform)
         z_y = self._label_logit(z, m)
         if group is not None:
             peaks = torch.stack([m, teacher_m])
@@ -119,7 +124,14 @@ class FullChunk:
         log_sums, teacher_log_sum = sums.log(), teacher_sums[0].log()
         student, teacher = (m, log_sums[0]), (teacher_m, teacher_log_sum)
         totals = full_sums(
-            z, self.y, student, teacher, self.taus[0], self.loss.objective, self.loss.divergence
+            z,
+            self.y,
+            student,
+            teacher,
+            self.taus[0],
+            self.loss.objective,
+            self.loss.divergence,
+            self.loss.transforms,
         )
         if group is not None:
             dist.all_reduce(totals, group=group)
@@ -129,7 +141,8 @@ class FullChunk:
         if self.labels is None or z.shape[-1] == 0:
             return torch.zeros_like(m)
         is_local, index = self.loss.shard.locate(self.labels)
-        return torch.where(is_local, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0).to(m.dtype)
+        found = z.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(m.dtype)
+        return torch.where(is_local, transformed(found, self.loss.transforms[0]), 0.0)
 
     def cut_again_(self, z: torch.Tensor) -> None:
         """Nothing is cut out of logits that are compared over the whole vocabulary."""
@@ -165,6 +178,7 @@ class FullChunk:
         log_sums = reading.log_sums.T
         student = (reading.m, log_sums[0], log_sums[-1])
         teacher = (reading.teacher_m, reading.teacher_log_sum)
+        at_label = None if ce is None else self._label_gradient(z, ce)
         full_gradient_(
             z,
             self.y,
@@ -175,11 +189,20 @@ class FullChunk:
             self.taus[0],
             self.loss.objective,
             divergence,
+            self.loss.transforms,
         )
         if ce is not None and z.shape[-1]:
-            is_local, index = self.loss.shard.locate(self.labels)
-            add_column_(z, index, is_local, -ce)
+            add_column_(z, *at_label)
         return self.evaluate(reading)
+
+    def _label_gradient(self, z: torch.Tensor, ce: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Columns [n] of the labels, whether they are on this rank, and what each adds there."""
+        is_local, index = self.loss.shard.locate(self.labels)
+        transform = self.loss.transforms[0]
+        if transform is None or not z.shape[-1]:
+            return index, is_local, -ce
+        x = z.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(ce.dtype)
+        return index, is_local, -ce * transform.slopes(x)
 
 
 ChunkLoss: TypeAlias = TopKLoss | FullLoss

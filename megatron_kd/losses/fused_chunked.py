@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_kd.losses.chunking import ChunkSize
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.fused_loop import GradientMode, check_hidden, fused_loss
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.positions import loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss
@@ -36,6 +37,8 @@ def fused_chunked_kd_loss(
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
     return_metrics: bool = False,
 ) -> LossResult:
     """Per-token divergence from a truncated teacher to the student, in nats, from hidden states.
@@ -64,6 +67,9 @@ def fused_chunked_kd_loss(
         gradient_accumulation_fusion: Add the weight's gradient to output_weight.main_grad as
             Megatron's fused layers do, set grad_added_to_main_grad and return a dummy. A weight of
             Megatron-FSDP (it has get_main_grad()) gets its gradient through autograd instead.
+        logit_softcap: c of a model whose logits are z = c · tanh(scale · x / c) of its output
+            layer's product x. None: no cap.
+        logit_scale: scale; without a cap z = scale · x.
         The rest: as for `dense_kd_loss`.
 
     Returns:
@@ -78,7 +84,8 @@ def fused_chunked_kd_loss(
     """
     shape = check_hidden(hidden_states, output_weight, bias, sequence_parallel, tp_group)
     shard = VocabShard.of(output_weight.shape[0], vocab_size, tp_group)
-    loss = TopKLoss.of(divergence, shard, target, labels, shape, supervised_index)
+    transform = LogitTransform.of(logit_scale, logit_softcap)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape, supervised_index, transform)
     outputs = fused_loss(
         hidden_states,
         output_weight,
@@ -110,6 +117,8 @@ def fused_cross_entropy(
     memory_budget_bytes: int | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> torch.Tensor:
     """Per-token cross-entropy to hard labels, in nats, without logits.
 
@@ -148,4 +157,6 @@ def fused_cross_entropy(
         memory_budget_bytes=memory_budget_bytes,
         vocab_size=vocab_size,
         tp_group=tp_group,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
     )

@@ -21,6 +21,7 @@ from megatron_kd.losses.fused_loop import (
     compute_dtype,
     fused_loss,
 )
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.positions import Positions, loss_result
 from megatron_kd.losses.target import LossResult
 from megatron_kd.losses.topk_loss import check_positions
@@ -46,6 +47,10 @@ def fused_online_kd_loss(
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
     return_metrics: bool = False,
 ) -> LossResult:
     """Per-token divergence from the whole teacher distribution to the student, in nats.
@@ -61,6 +66,8 @@ def fused_online_kd_loss(
             vocabulary, so all are one. Its objective needs a form over a full vocabulary.
         vocab_size: Rows at or beyond it are padding in both weights: no mass, no gradient. Needed
             where the two are padded differently (without TP).
+        teacher_logit_softcap, teacher_logit_scale: The teacher's, as logit_softcap and logit_scale
+            are the student's.
         The rest: as for `fused_chunked_kd_loss`.
 
     Returns:
@@ -86,7 +93,11 @@ def fused_online_kd_loss(
         compute_dtype(teacher_hidden_states, teacher_output_weight),
         sequence_parallel and shard.group is not None,
     )
-    loss = FullLoss.of(divergence, shard, labels, shape, teacher, supervised_index)
+    transforms = (
+        LogitTransform.of(logit_scale, logit_softcap),
+        LogitTransform.of(teacher_logit_scale, teacher_logit_softcap),
+    )
+    loss = FullLoss.of(divergence, shard, labels, shape, teacher, supervised_index, transforms)
     outputs = fused_loss(
         hidden_states,
         output_weight,
@@ -111,6 +122,10 @@ def dense_online_kd_loss(
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
     return_metrics: bool = False,
 ) -> LossResult:
     """Per-token divergence from the whole teacher distribution, in nats, from whole logits.
@@ -119,6 +134,8 @@ def dense_online_kd_loss(
         logits: [s, b, vp], fp32, bf16, fp16 or fp64. Not changed: one fp32 copy is made, which
             becomes the gradient.
         teacher_logits: [s, b, vp], of the same vocabulary and sharding. Not changed; no gradient.
+        logit_softcap, logit_scale and the teacher's: None and 1 for logits that were capped and
+            scaled already, see `dense_kd_loss`.
         The rest: as for `fused_online_kd_loss`.
 
     Returns:
@@ -133,7 +150,11 @@ def dense_online_kd_loss(
     shard = VocabShard.of(rows, vocab_size, tp_group)
     check_same_vocabulary(rows, teacher_rows, vocab_size, shard)
     teacher = _TeacherLogits(teacher_logits.detach().flatten(0, 1)[:, : shard.unpadded_rows])
-    loss = FullLoss.of(divergence, shard, labels, shape, teacher)
+    transforms = (
+        LogitTransform.of(logit_scale, logit_softcap),
+        LogitTransform.of(teacher_logit_scale, teacher_logit_softcap),
+    )
+    loss = FullLoss.of(divergence, shard, labels, shape, teacher, transforms=transforms)
     return loss_result(DenseLoss.apply(logits.flatten(0, 1), loss), shape, return_metrics)
 
 

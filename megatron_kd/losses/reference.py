@@ -12,6 +12,12 @@ from megatron_kd.losses.kernels import NEG_INF
 from megatron_kd.losses.target import TopKTarget
 
 
+def transformed(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """What a model makes of its output layer's product: scaled, then capped."""
+    logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def topk_loss(
     logits: torch.Tensor,
     target: TopKTarget,

@@ -17,6 +17,7 @@ from megatron_kd.losses.chunking import SPARSE_CHUNK
 from megatron_kd.losses.dense import check_logits
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.kernels import accumulation_dtype
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.positions import LossOutputs, SavedReadings, loss_result
 from megatron_kd.losses.target import LossResult, TopKTarget
 from megatron_kd.losses.topk_loss import TopKLoss
@@ -33,6 +34,8 @@ def sparse_chunked_kd_loss(
     labels: torch.Tensor | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
     return_metrics: bool = False,
 ) -> LossResult:
     """Per-token divergence from a truncated teacher, in nats, from logits, chunk by chunk.
@@ -58,7 +61,8 @@ def sparse_chunked_kd_loss(
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive number of positions; got {chunk_size!r}")
     shard = VocabShard.of(rows, vocab_size, tp_group)
-    loss = TopKLoss.of(divergence, shard, target, labels, shape)
+    transform = LogitTransform.of(logit_scale, logit_softcap)
+    loss = TopKLoss.of(divergence, shard, target, labels, shape, transform=transform)
     outputs = _SparseLoss.apply(logits.flatten(0, 1), loss, chunk_size * shape[1], reuse_logits)
     return loss_result(outputs, shape, return_metrics)
 

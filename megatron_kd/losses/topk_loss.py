@@ -14,6 +14,7 @@ import torch
 
 from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.kernels import keeps_exponentials
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.objectives import Objective
 from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.support import (
@@ -45,6 +46,7 @@ class TopKLoss:
     logprobs: torch.Tensor  # [s * b, k]
     log_z_tau: torch.Tensor | None  # [s * b]
     labels: torch.Tensor | None  # [s * b]
+    transform: LogitTransform | None  # of what a chunk holds to its logits
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class TopKLoss:
         labels: torch.Tensor | None,
         shape: Sequence[int],
         index: torch.Tensor | None = None,
+        transform: LogitTransform | None = None,
     ) -> "TopKLoss":
         """shape: the leading [s, b] of the student's tensor, which target and labels must share."""
         divergence.check_target(target, labels)
@@ -70,6 +73,7 @@ class TopKLoss:
             target.logprobs.detach().flatten(0, 1),
             None if target.log_z_tau is None else target.log_z_tau.flatten(),
             check_labels(labels, shape, shard),
+            transform,
         )
 
     Reading = Reading
@@ -103,20 +107,25 @@ class TopKChunk:
         self.columns = columns_of(self.ids, self.labels, keep, loss.shard)
         # Set where `read_` left z as exponentials: [n], see `read_exponentials_`.
         self.exponentials_scale: torch.Tensor | None = None
+        # Set where the support is cut out of z, if there is a transform: [n, k (+ 1)].
+        self.slopes: torch.Tensor | None = None
 
     def read_(self, z: torch.Tensor, *, then_differentiate: bool = False) -> Reading:
         """Read logits z [n, vp]; the support is cut out of them.
 
         then_differentiate: Whether `differentiate_` follows with z as this leaves it.
         """
-        taus, shard = self.loss.inverse_taus, self.loss.shard
-        if then_differentiate and keeps_exponentials(z, taus):
+        taus, shard, transform = self.loss.inverse_taus, self.loss.shard, self.loss.transform
+        if then_differentiate and keeps_exponentials(z, taus, transform):
             reading, self.exponentials_scale = read_exponentials_(z, self.columns, taus[0], shard)
             return reading
-        return read_(z, self.columns, taus, shard)
+        if then_differentiate:
+            self.slopes = self.columns.slopes(z, transform)
+        return read_(z, self.columns, taus, shard, transform)
 
     def cut_again_(self, z: torch.Tensor) -> None:
         """Cut the support out of logits z [n, vp] that were read before and are here anew."""
+        self.slopes = self.columns.slopes(z, self.loss.transform)
         cut_(z, self.columns)
 
     def evaluate(self, reading: Reading) -> tuple[torch.Tensor, KDMetrics]:
@@ -132,8 +141,16 @@ class TopKChunk:
             log_r = reading.log_r.detach().requires_grad_()
             loss, extras = self._evaluate(gathered, log_r)
             pulled = torch.autograd.grad(loss, (gathered, log_r), upstream.to(loss.dtype))
-        taus, scale = self.loss.inverse_taus, self.exponentials_scale
-        write_gradient_(z, reading, self.columns, *pulled, taus, scale)
+        write_gradient_(
+            z,
+            reading,
+            self.columns,
+            *pulled,
+            self.loss.inverse_taus,
+            self.exponentials_scale,
+            self.loss.transform,
+            self.slopes,
+        )
         return loss.detach(), extras
 
     def _evaluate(

@@ -22,6 +22,7 @@ from megatron_kd.losses.kernels import (
     max_and_sums,
     to_gradient_,
 )
+from megatron_kd.losses.logit_transform import LogitTransform, transformed
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ class Columns:
     is_beyond: torch.Tensor  # [n, k (+ 1)] bool: beyond the vocabulary
     support: int  # k
 
+    def slopes(self, z: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor | None:
+        """dz/dx [n, k (+ 1)] at these columns of x, a chunk [n, vp] out of which nothing is cut."""
+        if transform is None or not z.shape[-1]:
+            return None
+        return transform.slopes(z.gather(-1, self.index).to(accumulation_dtype(z.dtype)))
+
 
 def columns_of(
     ids: torch.Tensor, labels: torch.Tensor | None, keep: torch.Tensor, shard: VocabShard
@@ -130,11 +137,15 @@ def _write_support_(z: torch.Tensor, columns: Columns, values: torch.Tensor) -> 
 
 
 def read_(
-    z: torch.Tensor, columns: Columns, inverse_taus: tuple[float, ...], shard: VocabShard
+    z: torch.Tensor,
+    columns: Columns,
+    inverse_taus: tuple[float, ...],
+    shard: VocabShard,
+    transform: LogitTransform | None,
 ) -> Reading:
     """Read logits z [n, vp]; the support is cut out in place. One MAX and one SUM under TP."""
-    gathered = _take_out_(z, columns)
-    m, sums = max_and_sums(z, inverse_taus)
+    gathered = _take_out_(z, columns, transform)
+    m, sums = max_and_sums(z, inverse_taus, transform)
     return _over_shards(gathered, m, sums, columns, inverse_taus, shard)
 
 
@@ -146,18 +157,19 @@ def read_exponentials_(
     The second result [n] makes them relative to the maximum over all shards. Apart from that this
     is `read_` at one temperature, with the same collectives.
     """
-    gathered = _take_out_(z, columns)
+    gathered = _take_out_(z, columns, None)
     own_maximum, sums = exponentials_(z, inverse_tau)
     reading = _over_shards(gathered, own_maximum, sums, columns, (inverse_tau,), shard)
     return reading, ((own_maximum - reading.m) * inverse_tau).exp()
 
 
-def _take_out_(z: torch.Tensor, columns: Columns) -> torch.Tensor:
+def _take_out_(z: torch.Tensor, columns: Columns, transform: LogitTransform | None) -> torch.Tensor:
     """Logits [n, k (+ 1)] at the columns, 0 where on another rank; z loses the support."""
     dtype = accumulation_dtype(z.dtype)
     if not z.shape[-1]:
         return z.new_zeros(columns.index.shape, dtype=dtype)
-    gathered = torch.where(columns.is_local, z.gather(-1, columns.index).to(dtype), 0.0)
+    gathered = transformed(z.gather(-1, columns.index).to(dtype), transform)
+    gathered = torch.where(columns.is_local, gathered, 0.0)
     cut_(z, columns)
     return gathered
 
@@ -198,6 +210,8 @@ def write_gradient_(
     d_log_r: torch.Tensor,
     inverse_taus: tuple[float, ...],
     exponentials_scale: torch.Tensor | None = None,
+    transform: LogitTransform | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn z [n, vp], of which the support is cut out, into its gradient, in place.
 
@@ -209,7 +223,11 @@ def write_gradient_(
         d_log_r: [n, t] derivative by reading.log_r.
         inverse_taus: One over each of the t temperatures.
         exponentials_scale: [n], the second result of `read_exponentials_`; None for logits.
+        transform: What makes logits of z.
+        slopes: [n, k (+ 1)], its derivative at these columns; None without a transform.
     """
+    if slopes is not None:
+        d_gathered = d_gathered * slopes
     empty = reading.log_sums == NEG_INF
     scales = d_log_r * torch.exp(-torch.where(empty, 0.0, reading.log_sums))
     for t, inverse_tau in enumerate(inverse_taus):
@@ -217,7 +235,7 @@ def write_gradient_(
             scales[:, t] *= inverse_tau
     scales = torch.where(empty, 0.0, scales).T.contiguous()
     if exponentials_scale is None:
-        to_gradient_(z, reading.m, scales, inverse_taus)
+        to_gradient_(z, reading.m, scales, inverse_taus, transform)
     else:
         z.mul_((scales[0] * exponentials_scale).unsqueeze(-1))
     k = columns.support

@@ -51,28 +51,17 @@ def check_the_working_directory_is_no_place_of_checkpoints(folder):
         check_identity(config, container)
 
 
-def check_a_student_that_caps_its_logits_is_refused_to_losses_that_would_not(folder):
-    from megatron_kd.host.checks.features import check_features
+def check_logits_multiplied_behind_the_output_layer_are_refused_beside_a_teacher(folder):
+    from megatron_kd.host.checks.online import _check_logits as check_logits
     from megatron_kd.typed_mapping import ConfigError
 
-    def features(mode, impl, cap):
-        config = SimpleNamespace(
-            mode=mode,
-            profile=None,
-            loss=SimpleNamespace(impl=impl),
-            selection=SimpleNamespace(keep_best=False),
-            student=SimpleNamespace(lora=None),
-        )
-        model = SimpleNamespace(tensor_model_parallel_size=1, final_logit_softcapping=cap)
-        check_features(config, SimpleNamespace(model=model), on_cpu=True)
-
-    for impl in ("dense", "sparse_chunked", "fused_chunked"):
-        features("offline", impl, None)
-    features("offline", "sparse_chunked", 30.0)
-    with pytest.raises(ConfigError, match="set loss.impl=dense or sparse_chunked"):
-        features("offline", "fused_chunked", 30.0)
-    with pytest.raises(ConfigError, match="set loss.impl=dense$"):
-        features("online", "fused_online", 30.0)
+    check_logits(SimpleNamespace(), "student")
+    check_logits(SimpleNamespace(use_mup=False, mup_output_mult=0.5), "student")
+    check_logits(SimpleNamespace(use_mup=True, mup_output_mult=1.0), "student")
+    with pytest.raises(ConfigError, match="the student .* mup_output_mult=0.5 .* distil offline"):
+        check_logits(SimpleNamespace(use_mup=True, mup_output_mult=0.5), "student")
+    with pytest.raises(ConfigError, match="the teacher .* lm_head_multiplier=0.25"):
+        check_logits(SimpleNamespace(lm_head_multiplier=0.25), "teacher")
 
 
 def check_a_vocabulary_is_split_as_it_stands(folder):

@@ -15,31 +15,101 @@ class OutputLayer(torch.nn.Linear):
         return input_ @ (self.weight if weight is None else weight).T, None
 
 
-class CappedOutputLayer(OutputLayer):
-    """As the host's Gemma-2 has it."""
-
-    def forward(self, *args, **kwargs):
-        logits, bias = super().forward(*args, **kwargs)
-        return 5 * torch.tanh(logits / 5), bias
-
-
-def check_an_output_layer_that_does_more_than_its_product_is_refused(folder):
+def tap_on(kind, **config):
+    """On an output layer of that class, or with that mix-in as the host extends one with it."""
+    from megatron.bridge.models.gemma.modules import extend_instance
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megatron_kd.host import output_layer
+    from megatron_kd.host.output_layer import OutputLayerTap
+
+    model = torch.nn.Module()
+    is_mix_in = "gemma" in kind.__module__
+    plain = ColumnParallelLinear if is_mix_in else kind
+    layer = model.output_layer = plain.__new__(plain)
+    torch.nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(**config)
+    if is_mix_in:
+        extend_instance(layer, kind)
+    return OutputLayerTap.install(model)
+
+
+def capping_mix_ins():
+    """Those that this version of the host has."""
+    from importlib import import_module
+
+    from megatron_kd.host.output_layer import CAPPING_FORWARDS
+
+    for name, field in CAPPING_FORWARDS.items():
+        module, kind, _ = name.rsplit(".", 2)
+        try:
+            yield getattr(import_module(module), kind), field
+        except ModuleNotFoundError:
+            continue
+
+
+def check_an_output_layer_that_does_more_than_its_product_is_known_or_refused(folder):
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
     class Plain(ColumnParallelLinear):
         pass
 
-    def tap_on(kind):
-        model = torch.nn.Module()
-        model.output_layer = kind.__new__(kind)
-        torch.nn.Module.__init__(model.output_layer)
-        return output_layer.OutputLayerTap.install(model)
+    class Doubled(ColumnParallelLinear):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
 
-    tap_on(Plain).check_is_plain()
-    with pytest.raises(ValueError, match="CappedOutputLayer, whose forward does more"):
-        tap_on(CappedOutputLayer).check_is_plain()
+    class Gemma2OutputLayer(ColumnParallelLinear):  # of this name, but not the host's
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert tap_on(Plain).logit_options() == {"logit_softcap": None}
+    for kind in (Doubled, Gemma2OutputLayer):
+        with pytest.raises(ValueError, match=f"calls .*{kind.__name__}.forward, which does more"):
+            tap_on(kind).logit_options()
+    mix_ins = list(capping_mix_ins())
+    assert mix_ins[0][0].__name__ == "Gemma2OutputLayer"
+    for kind, field in mix_ins:
+        assert tap_on(kind, **{field: 30.0}).logit_options() == {"logit_softcap": 30.0}
+        for nothing in (None, 0.0):
+            assert tap_on(kind, **{field: nothing}).logit_options() == {"logit_softcap": None}
+
+
+def check_the_hosts_caps_are_what_is_made_of_them(folder):
+    """The host's own forward over a product, and the transform that its name stands for."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron_kd.losses.logit_transform import LogitTransform
+
+    product = torch.linspace(-40, 40, 81, dtype=torch.float64)
+    plain_forward, ColumnParallelLinear.forward = (
+        ColumnParallelLinear.forward,
+        lambda self, x: (x, None),
+    )
+    try:
+        for kind, field in capping_mix_ins():
+            layer = tap_on(kind, **{field: 5.0}).layer
+            capped, _ = type(layer).forward(layer, product)
+            torch.testing.assert_close(LogitTransform(1.0, 5.0).logits(product), capped)
+            assert capped.abs().max() <= 5
+    finally:
+        ColumnParallelLinear.forward = plain_forward
+
+
+def check_a_capturing_stage_caps_what_it_projects(folder):
+    from megatron_kd.host.megatron_engine.model import _logit_transform, _Stage
+    from megatron_kd.teacher.engines.base import EngineError
+
+    mix_in, field = next(capping_mix_ins())
+    stage = _Stage.__new__(_Stage)
+    stage._tap = SimpleNamespace(weight=torch.randn(7, 3) * 5, bias=None)
+    stage._transform = _logit_transform(tap_on(mix_in, **{field: 2.0}))
+    hidden = torch.randn(4, 3)
+    product = hidden @ stage._tap.weight.T
+    assert product.abs().max() > 3
+    torch.testing.assert_close(stage._logits(hidden), 2 * torch.tanh(product / 2))
+    stage._transform = _logit_transform(tap_on(mix_in, **{field: None}))
+    torch.testing.assert_close(stage._logits(hidden), product)
+    with pytest.raises(EngineError, match="another engine than megatron"):
+        _logit_transform(tap_on(OutputLayer))
 
 
 def check_a_tap_hands_through_and_knows_the_weight(folder):

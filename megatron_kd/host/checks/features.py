@@ -17,21 +17,9 @@ def check_features(config: DistillConfig, container, *, on_cpu: bool) -> None:
             f"profile={config.profile} records a CUDA device and none was found; leave profile "
             "unset"
         )
-    _check_output_layer(config, container.model)
     _check_selection(config.selection, container)
     _check_adapters(config, container.model)
     _check_graphs(container.model)
-
-
-def _check_output_layer(config: DistillConfig, model) -> None:
-    """What is known of it before the model is built; `OutputLayerTap.check_is_plain` knows all."""
-    cap = getattr(model, "final_logit_softcapping", None)
-    if cap and config.loss.impl.startswith("fused"):
-        remedy = "dense or sparse_chunked" if config.mode == "offline" else "dense"
-        raise ConfigError(
-            f"this student caps its logits (final_logit_softcapping={cap}), which "
-            f"loss.impl={config.loss.impl} would leave out; set loss.impl={remedy}"
-        )
 
 
 def _check_adapters(config: DistillConfig, model) -> None:

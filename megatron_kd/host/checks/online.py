@@ -7,6 +7,7 @@ from megatron_kd.host import versions
 from megatron_kd.host.container import model_provider
 from megatron_kd.host.online.hidden_layers import layer_name
 from megatron_kd.host.online.modelopt import SHARED_FIELDS
+from megatron_kd.host.output_layer import later_multiplier
 from megatron_kd.typed_mapping import ConfigError
 
 
@@ -23,6 +24,8 @@ def check_online(config: DistillConfig, container) -> None:
             "distillation needs one vocabulary. Distil offline: `megatron-kd capture --vocab-size` "
             "masks the teacher's padding rows"
         )
+    for model, whose in ((student, "student"), (teacher, "teacher")):
+        _check_logits(model, whose)
     evaluates_pipelines = versions.current().evaluates_online_pipelines
     if (
         student.pipeline_model_parallel_size > 1
@@ -53,6 +56,21 @@ def check_online(config: DistillConfig, container) -> None:
                 f"bridge.model.tensor_model_parallel_size={tp}, which both models share online; "
                 "use another size, or distil offline"
             )
+
+
+def _check_logits(model, whose: str) -> None:
+    """Refuse a model that multiplies its logits where ModelOpt has compared them already.
+
+    Raises:
+        ConfigError: Names the field.
+    """
+    found = later_multiplier(model)
+    if found is not None:
+        name, factor = found
+        raise ConfigError(
+            f"the {whose} multiplies its logits by {name}={factor} behind its output layer; "
+            "online, both models are compared by what their output layers return: distil offline"
+        )
 
 
 def _check_layers(config: HiddenStatesConfig, student, teacher) -> None:

@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron_kd.host.container import correct_conversion
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.output_layer import OutputLayerTap
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRows
 from megatron_kd.teacher.engines.sharded_topk import select_sharded
 from megatron_kd.teacher.engines.topk import Selected, chunk_rows, select_by_chunks
@@ -110,6 +111,7 @@ class _Stage:
             rows = self._tap.layer.output_size_per_partition
             self._first_id = rows * self._tp.rank()
             self._chunk_rows = chunk_rows(options.head_chunk_bytes, rows)
+            self._transform = _logit_transform(self._tap)
         self._check_head()
 
     def run(self, work: Work) -> list[TeacherRows]:
@@ -144,9 +146,10 @@ class _Stage:
         )
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, h] → [n, vp]."""
+        """[n, h] → [n, vp], fp32 where the model caps them."""
         weight = self._tap.weight
-        return torch.nn.functional.linear(hidden_states.to(weight.dtype), weight, self._tap.bias)
+        x = torch.nn.functional.linear(hidden_states.to(weight.dtype), weight, self._tap.bias)
+        return x if self._transform is None else self._transform.logits(x.float())
 
     def _select(self, hidden_states: torch.Tensor, batch: list) -> list[TeacherRows]:
         """hidden_states: [b, s, h], what the output layer reads."""
@@ -185,6 +188,14 @@ class _Stage:
                 f"{type(unwrap_model(self.model[0])).__name__} changes its logits after the output "
                 "layer; capture with another engine (transformers, vllm, sglang)"
             )
+
+
+def _logit_transform(tap: OutputLayerTap) -> LogitTransform | None:
+    try:
+        options = tap.logit_options()
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    return LogitTransform.of(1.0, options["logit_softcap"])
 
 
 def _build(path, options) -> list[torch.nn.Module]:

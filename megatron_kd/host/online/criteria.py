@@ -56,6 +56,9 @@ class OnlineLoss(DistillationLoss):
     ):
         super().__init__(model, config, vocab_size, weights)
         self.teacher_tap = OutputLayerTap.install(model.teacher_model)
+        if self.reads_hidden_states:
+            options = self.teacher_tap.logit_options()
+            self.fused |= {f"teacher_{name}": value for name, value in options.items()}
         self._labels = None
 
     @property
@@ -109,6 +112,4 @@ class OnlineLoss(DistillationLoss):
 
     def _hand_hidden_states_through(self, on: bool) -> None:
         super()._hand_hidden_states_through(on)
-        if on:
-            self.teacher_tap.check_is_plain()
         self.teacher_tap.hands_input_through = on

@@ -82,6 +82,8 @@ class DistillationLoss(ABC):
                 getattr(model.config, "gradient_accumulation_fusion", False)
             ),
         }
+        if self.reads_hidden_states:
+            self.fused |= self.tap.logit_options()
         self.multi_token = MultiTokenPrediction(model, self.tap, self.fused | self.parallel)
         self.inputs: LossInputs | None = None
         self._report = {}
@@ -123,8 +125,6 @@ class DistillationLoss(ABC):
         """
 
     def _hand_hidden_states_through(self, on: bool) -> None:
-        if on:
-            self.tap.check_is_plain()
         self.tap.hands_input_through = on
 
     def _compute(self, labels: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 - `max_and_sums` reads: the row maximum m and, per temperature, sum_v exp((z_v - m) / tau).
 - `to_gradient_` writes z_v <- sum_t scale_t * exp((z_v - m) / tau_t) where z stood.
 
+With a `LogitTransform` a chunk holds x, the output layer's product, in the place of logits: each
+pass forms z of x as it reads, and the second multiplies by dz/dx.
+
 Entries cut out beforehand (-inf) count for nothing in the first and become 0 in the second.
 
 The exponential is the costly part of both. Where they follow each other, at one temperature and in
@@ -10,8 +13,8 @@ full precision, `exponentials_` reads and leaves z_v <- exp((z_v - m) / tau); wh
 second pass is a multiplication by row.
 
 Three backends do the same: `kernels.eager` anywhere and always; `kernels.compiled` (torch.compile)
-on a CPU whose chunk is large enough to pay for compiling; `kernels.triton` on CUDA where Triton is
-installed. The eager one is the twin that the others are tested against.
+on a CPU whose chunk is large enough to pay for compiling; `kernels.triton` on CUDA where Triton
+builds them. The eager one is the twin that the others are tested against.
 
 n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 """
@@ -19,12 +22,14 @@ n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.kernels import compiled, eager, triton
 from megatron_kd.losses.kernels.eager import FARTHEST_NATS, NEG_INF, accumulation_dtype
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.objectives import Objective
 
 __all__ = [
@@ -40,6 +45,8 @@ __all__ = [
     "use_backend",
 ]
 
+Transforms: TypeAlias = tuple[LogitTransform | None, LogitTransform | None]
+
 BACKENDS = {
     "eager": eager,
     "compiled": compiled,
@@ -51,18 +58,22 @@ _forced: list[str] = []
 
 
 def max_and_sums(
-    z: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor, inverse_taus: tuple[float, ...], transform: LogitTransform | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row maximum m [n] and sums [t, n] of z [n, vp]; -inf and 0 where nothing is left of a row.
 
     They are fp32, and fp64 for fp64.
     """
-    return _backend(z).max_and_sums(z, inverse_taus)
+    return _backend(z).max_and_sums(z, inverse_taus, transform)
 
 
-def keeps_exponentials(z: torch.Tensor, inverse_taus: tuple[float, ...]) -> bool:
-    """Whether `exponentials_` can be used: 16-bit logits would store a rounded factor."""
-    full = z.dtype == accumulation_dtype(z.dtype)
+def keeps_exponentials(
+    z: torch.Tensor, inverse_taus: tuple[float, ...], transform: LogitTransform | None = None
+) -> bool:
+    """Whether `exponentials_` can be used: 16-bit logits would store a rounded factor, and the
+    slope of a transform is not to be had from an exponential.
+    """
+    full = z.dtype == accumulation_dtype(z.dtype) and transform is None
     return full and len(inverse_taus) == 1 and _backend(z) is not triton
 
 
@@ -72,10 +83,17 @@ def exponentials_(z: torch.Tensor, inverse_tau: float) -> tuple[torch.Tensor, to
 
 
 def to_gradient_(
-    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor,
+    m: torch.Tensor,
+    scales: torch.Tensor,
+    inverse_taus: tuple[float, ...],
+    transform: LogitTransform | None = None,
 ) -> torch.Tensor:
-    """z [n, vp] becomes the sum over t of scales [t, n] * exp((z - m) / tau); m [n] is finite."""
-    return _backend(z).to_gradient_(z, m, scales, inverse_taus)
+    """z [n, vp] becomes the sum over t of scales [t, n] * exp((z - m) / tau); m [n] is finite.
+
+    With a transform, times dz/dx.
+    """
+    return _backend(z).to_gradient_(z, m, scales, inverse_taus, transform)
 
 
 def full_sums(
@@ -86,13 +104,15 @@ def full_sums(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: Transforms = (None, None),
 ) -> torch.Tensor:
     """The sums [objective.sums, n] of objective.row_sums over a chunk pair z, y [n, vp].
 
-    student, teacher: (m, log_sum) [n] each, of which the log-probabilities are made.
+    student, teacher: (m, log_sum) [n] each, of which the log-probabilities are made;
+        transforms: the student's and the teacher's.
     """
     return _backend(z, full=True).full_sums(
-        z, y, student, teacher, inverse_tau, objective, divergence
+        z, y, student, teacher, inverse_tau, objective, divergence, transforms
     )
 
 
@@ -106,15 +126,17 @@ def full_gradient_(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: Transforms = (None, None),
 ) -> torch.Tensor:
     """z [n, vp] becomes the gradient by z of weights[0] * divergence + weights[1] * log Z at tau 1.
 
     student: (m, log_sum, log_sum at temperature 1); sums [objective.sums, n] of `full_sums`;
-        weights [n], [n] or None.
+        weights [n], [n] or None; transforms as for `full_sums`: with one of the student's the
+        gradient is the one by x.
     """
     kernels = _backend(z, full=True)
     return kernels.full_gradient_(
-        z, y, student, teacher, sums, weights, inverse_tau, objective, divergence
+        z, y, student, teacher, sums, weights, inverse_tau, objective, divergence, transforms
     )
 
 
@@ -140,11 +162,11 @@ def _backend(z: torch.Tensor, full: bool = False) -> ModuleType:
     if z.is_cuda and not full:
         return triton if triton.available() else eager
     large = z.device.type in ("cpu", "cuda") and z.numel() >= LEAST_COMPILED_ELEMENTS
-    return compiled if large and compiled.available() else eager
+    return compiled if large and compiled.available(z.device.type) else eager
 
 
 def describe(device: torch.device) -> str:
     """The name of the backend that large chunks on this device get."""
     if device.type == "cuda":
         return "triton" if triton.available() else "eager"
-    return "compiled" if device.type == "cpu" and compiled.available() else "eager"
+    return "compiled" if device.type == "cpu" and compiled.available("cpu") else "eager"

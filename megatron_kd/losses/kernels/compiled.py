@@ -6,14 +6,15 @@ n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 import functools
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.kernels import eager
 from megatron_kd.losses.kernels.eager import NEG_INF, accumulation_dtype, log_probability
+from megatron_kd.losses.logit_transform import LogitTransform, logits_of, slopes_of
 from megatron_kd.losses.objectives import Objective, RowSums
 
 logger = logging.getLogger(__name__)
@@ -51,25 +52,30 @@ def _or_eager(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @_or_eager
 def max_and_sums(
-    z: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor, inverse_taus: tuple[float, ...], transform: LogitTransform | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sums = []
     for inverse_tau in inverse_taus:
-        m, total = _compiled().read(z, _scalar(inverse_tau, z))
+        m, total = _compiled().read(z, _scalar(inverse_tau, z), *_factors(transform, z))
         sums.append(total)
     return m, torch.stack(sums)
 
 
 @_or_eager
 def to_gradient_(
-    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor,
+    m: torch.Tensor,
+    scales: torch.Tensor,
+    inverse_taus: tuple[float, ...],
+    transform: LogitTransform | None,
 ) -> torch.Tensor:
     factors = [_scalar(x, z) for x in inverse_taus]
     memory = z.detach()  # the compiler refuses a view of logits that autograd has seen change
     if len(factors) == 1:
-        _compiled().write_one(memory, m, scales[0], factors[0])
+        _compiled().write_one(memory, m, scales[0], factors[0], *_factors(transform, z))
     else:
-        _compiled().write_two(memory, m, scales[0], scales[1], *factors)
+        rest = (*scales, *factors, *_factors(transform, z))
+        _compiled().write_two(memory, m, *rest)
     return z
 
 
@@ -82,9 +88,10 @@ def full_sums(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: tuple[LogitTransform | None, LogitTransform | None],
 ) -> torch.Tensor:
-    factor = _scalar(inverse_tau, z)
-    return _compiled().full_read(z, y, *student, *teacher, factor, objective.row_sums, divergence)
+    scaled = _Pair(_scalar(inverse_tau, z), *(_factors(t, z) for t in transforms))
+    return _compiled().full_read(z, y, *student, *teacher, scaled, objective.row_sums, divergence)
 
 
 @_or_eager
@@ -98,9 +105,11 @@ def full_gradient_(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: tuple[LogitTransform | None, LogitTransform | None],
 ) -> torch.Tensor:
     kd, ce = weights
-    rest = (tuple(sums), kd, _scalar(inverse_tau, z), objective.gradient, divergence)
+    scaled = _Pair(_scalar(inverse_tau, z), *(_factors(t, z) for t in transforms))
+    rest = (tuple(sums), kd, scaled, objective.gradient, divergence)
     if ce is None:
         _compiled().full_write(z, y, *student[:2], *teacher, *rest)
     else:
@@ -109,8 +118,11 @@ def full_gradient_(
 
 
 @functools.cache
-def available() -> bool:
-    """Whether the compiler is allowed and works here; asked once, a no is logged."""
+def available(device_type: str) -> bool:
+    """Whether the compiler is allowed and works for this kind of device ("cpu", "cuda").
+
+    Each kind has a tool chain of its own, and is asked once, by compiling for it. A no is logged.
+    """
     disabled = [
         name
         for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
@@ -119,13 +131,14 @@ def available() -> bool:
     if disabled:
         logger.info("elementwise work is eager: %s is set", disabled[0])
         return False
-    example = torch.zeros(2, 3)
+    example = torch.zeros(2, 3, device=device_type)
     try:
-        _compiled().read(example, torch.ones(()))
+        _compiled().read(example, torch.ones((), device=device_type), None, None)
     except Exception as error:  # whatever a broken tool chain raises: the eager twin does the work
         logger.warning(
-            "elementwise work is eager, torch.compile does not work here: %s",
-            str(error).strip().splitlines()[0],
+            "elementwise work on a %s is eager, torch.compile fails here: %s",
+            device_type,
+            (str(error).strip() or type(error).__name__).splitlines()[0],
         )
         return False
     return True
@@ -159,31 +172,70 @@ def _scalar(value: float, z: torch.Tensor) -> torch.Tensor:
     return _factor(value, accumulation_dtype(z.dtype), z.device)
 
 
-def _read(z: torch.Tensor, inverse_tau: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    z = z.to(inverse_tau.dtype)
+Factors: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The scale of a transform (None without one) and its cap (None where there is none)."""
+
+
+class _Pair(NamedTuple):
+    """What makes the logits of both models of what a chunk holds."""
+
+    inverse_tau: torch.Tensor
+    student: Factors
+    teacher: Factors
+
+
+def _factors(transform: LogitTransform | None, z: torch.Tensor) -> Factors:
+    if transform is None:
+        return None, None
+    softcap = None if transform.softcap is None else _scalar(transform.softcap, z)
+    return _scalar(transform.scale, z), softcap
+
+
+def _logits(
+    x: torch.Tensor, scale: torch.Tensor | None, softcap: torch.Tensor | None
+) -> torch.Tensor:
+    return x if scale is None else logits_of(x, scale, softcap)
+
+
+def _times_slopes(
+    dz: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, softcap: torch.Tensor | None
+) -> torch.Tensor:
+    return dz if scale is None else dz * slopes_of(x.to(dz.dtype), scale, softcap)
+
+
+def _read(
+    z: torch.Tensor,
+    inverse_tau: torch.Tensor,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    z = _logits(z.to(inverse_tau.dtype), scale, softcap)
     m = z.amax(-1)
     shift = torch.where(m == NEG_INF, 0.0, m).unsqueeze(-1)
     return m, ((z - shift) * inverse_tau).exp().sum(-1)
 
 
 def _write_one(
-    z: torch.Tensor, m: torch.Tensor, scale: torch.Tensor, inverse_tau: torch.Tensor
+    z: torch.Tensor, m: torch.Tensor, weight: torch.Tensor, inverse_tau: torch.Tensor, *factors: Any
 ) -> None:
-    shifted = z.to(m.dtype) - m.unsqueeze(-1)
-    z.copy_((shifted * inverse_tau).exp() * scale.unsqueeze(-1))
+    shifted = _logits(z.to(m.dtype), *factors) - m.unsqueeze(-1)
+    dz = (shifted * inverse_tau).exp() * weight.unsqueeze(-1)
+    z.copy_(_times_slopes(dz, z, *factors))
 
 
 def _write_two(
     z: torch.Tensor,
     m: torch.Tensor,
-    scale: torch.Tensor,
-    other_scale: torch.Tensor,
+    weight: torch.Tensor,
+    other_weight: torch.Tensor,
     inverse_tau: torch.Tensor,
     other_inverse_tau: torch.Tensor,
+    *factors: Any,
 ) -> None:
-    shifted = z.to(m.dtype) - m.unsqueeze(-1)
-    first = (shifted * inverse_tau).exp() * scale.unsqueeze(-1)
-    z.copy_(first + (shifted * other_inverse_tau).exp() * other_scale.unsqueeze(-1))
+    shifted = _logits(z.to(m.dtype), *factors) - m.unsqueeze(-1)
+    first = (shifted * inverse_tau).exp() * weight.unsqueeze(-1)
+    dz = first + (shifted * other_inverse_tau).exp() * other_weight.unsqueeze(-1)
+    z.copy_(_times_slopes(dz, z, *factors))
 
 
 def _full_read(
@@ -193,12 +245,12 @@ def _full_read(
     log_sum: torch.Tensor,
     teacher_m: torch.Tensor,
     teacher_log_sum: torch.Tensor,
-    inverse_tau: torch.Tensor,
+    scaled: _Pair,
     row_sums: RowSums,
     divergence: Divergence,
 ) -> torch.Tensor:
-    log_q = log_probability(z, m, log_sum, inverse_tau)
-    log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
+    log_q = _log_probability(z, m, log_sum, scaled.inverse_tau, scaled.student)
+    log_p = _log_probability(y, teacher_m, teacher_log_sum, scaled.inverse_tau, scaled.teacher)
     return torch.stack(row_sums(log_q, log_p, divergence))
 
 
@@ -211,17 +263,33 @@ def _full_total(
     teacher_log_sum: torch.Tensor,
     *rest: Any,
 ) -> torch.Tensor:
-    sums, kd, inverse_tau, gradient, divergence = rest
-    log_q = log_probability(z, m, log_sum, inverse_tau)
-    log_p = log_probability(y, teacher_m, teacher_log_sum, inverse_tau)
+    sums, kd, scaled, gradient, divergence = rest
+    log_q = _log_probability(z, m, log_sum, scaled.inverse_tau, scaled.student)
+    log_p = _log_probability(y, teacher_m, teacher_log_sum, scaled.inverse_tau, scaled.teacher)
     return gradient(log_q, log_p, sums, divergence) * kd.unsqueeze(-1)
 
 
 def _full_write(z: torch.Tensor, *rest: Any) -> None:
-    z.copy_(_full_total(z, *rest))
+    z.copy_(_times_slopes(_full_total(z, *rest), z, *_pair_of(rest).student))
 
 
 def _full_write_mixed(z: torch.Tensor, y: torch.Tensor, m: torch.Tensor, *rest: Any) -> None:
     *rest, log_sum_at_one, ce = rest
-    softmax = log_probability(z, m, log_sum_at_one, 1.0).exp()
-    z.copy_(_full_total(z, y, m, *rest) + softmax * ce.unsqueeze(-1))
+    factors = _pair_of(rest).student
+    softmax = _log_probability(z, m, log_sum_at_one, 1.0, factors).exp()
+    total = _full_total(z, y, m, *rest) + softmax * ce.unsqueeze(-1)
+    z.copy_(_times_slopes(total, z, *factors))
+
+
+def _pair_of(rest: Sequence[Any]) -> _Pair:
+    return rest[-3]
+
+
+def _log_probability(
+    x: torch.Tensor,
+    m: torch.Tensor,
+    log_sum: torch.Tensor,
+    inverse_tau: torch.Tensor | float,
+    factors: Factors,
+) -> torch.Tensor:
+    return log_probability(_logits(x.to(m.dtype), *factors), m, log_sum, inverse_tau)

@@ -6,6 +6,7 @@ n rows of a chunk, vp = v/tp this rank's vocabulary, t temperatures.
 import torch
 
 from megatron_kd.losses.divergence import Divergence
+from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.objectives import Objective
 
 NEG_INF = float("-inf")
@@ -46,7 +47,7 @@ def _scratch(z: torch.Tensor, blocks: list[slice]) -> torch.Tensor:
 
 
 def max_and_sums(
-    z: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor, inverse_taus: tuple[float, ...], transform: LogitTransform | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = accumulation_dtype(z.dtype)
     m = z.new_full((z.shape[0],), NEG_INF, dtype=dtype)
@@ -55,6 +56,8 @@ def max_and_sums(
     scratch = _scratch(z, blocks)
     for rows in blocks:
         block, work = z[rows], scratch[: rows.stop - rows.start]
+        if transform is not None:
+            block = transform.logits(block.to(dtype))
         m[rows] = block.amax(-1)
         shift = torch.where(m[rows] == NEG_INF, 0.0, m[rows]).unsqueeze(-1)
         for t, inverse_tau in enumerate(inverse_taus):
@@ -74,19 +77,26 @@ def exponentials_(z: torch.Tensor, inverse_tau: float) -> tuple[torch.Tensor, to
 
 
 def to_gradient_(
-    z: torch.Tensor, m: torch.Tensor, scales: torch.Tensor, inverse_taus: tuple[float, ...]
+    z: torch.Tensor,
+    m: torch.Tensor,
+    scales: torch.Tensor,
+    inverse_taus: tuple[float, ...],
+    transform: LogitTransform | None,
 ) -> torch.Tensor:
     blocks = _row_blocks(z)
-    in_place = len(inverse_taus) == 1 and z.dtype == m.dtype
+    in_place = len(inverse_taus) == 1 and z.dtype == m.dtype and transform is None
     scratch = z if in_place else _scratch(z, blocks)
     for rows in blocks:
         block, shift = z[rows], m[rows].unsqueeze(-1)
         work = block if in_place else scratch[: rows.stop - rows.start]
-        _exponential(block, shift, inverse_taus[0], work)
+        logits = block if transform is None else transform.logits(block.to(m.dtype))
+        _exponential(logits, shift, inverse_taus[0], work)
         work.mul_(scales[0, rows].unsqueeze(-1))
         for t, inverse_tau in enumerate(inverse_taus[1:], start=1):
-            more = _exponential(block, shift, inverse_tau, torch.empty_like(work))
+            more = _exponential(logits, shift, inverse_tau, torch.empty_like(work))
             work.addcmul_(more, scales[t, rows].unsqueeze(-1))
+        if transform is not None:
+            work.mul_(transform.slopes(block.to(m.dtype)))
         if not in_place:
             block.copy_(work)
     return z
@@ -110,11 +120,13 @@ def full_sums(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: tuple[LogitTransform | None, LogitTransform | None],
 ) -> torch.Tensor:
     out = student[0].new_zeros(objective.sums, z.shape[0])
     for rows in _row_blocks(z):
-        log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
-        log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
+        logits, teacher_logits = _logit_pair(z[rows], y[rows], student[0].dtype, transforms)
+        log_q = log_probability(logits, student[0][rows], student[1][rows], inverse_tau)
+        log_p = log_probability(teacher_logits, teacher[0][rows], teacher[1][rows], inverse_tau)
         sums = objective.row_sums(log_q, log_p, divergence)
         for total, part in zip(out, sums, strict=True):
             total[rows] = part
@@ -131,15 +143,33 @@ def full_gradient_(
     inverse_tau: float,
     objective: Objective,
     divergence: Divergence,
+    transforms: tuple[LogitTransform | None, LogitTransform | None],
 ) -> torch.Tensor:
     kd, ce = weights
     for rows in _row_blocks(z):
-        log_q = log_probability(z[rows], student[0][rows], student[1][rows], inverse_tau)
-        log_p = log_probability(y[rows], teacher[0][rows], teacher[1][rows], inverse_tau)
+        logits, teacher_logits = _logit_pair(z[rows], y[rows], student[0].dtype, transforms)
+        log_q = log_probability(logits, student[0][rows], student[1][rows], inverse_tau)
+        log_p = log_probability(teacher_logits, teacher[0][rows], teacher[1][rows], inverse_tau)
         total = objective.gradient(log_q, log_p, tuple(sums[:, rows]), divergence)
         total = total.mul_(kd[rows].unsqueeze(-1))
         if ce is not None:
-            log_q = log_probability(z[rows], student[0][rows], student[2][rows], 1.0)
+            log_q = log_probability(logits, student[0][rows], student[2][rows], 1.0)
             total.addcmul_(log_q.exp_(), ce[rows].unsqueeze(-1))
+        if transforms[0] is not None:
+            total.mul_(transforms[0].slopes(z[rows].to(total.dtype)))
         z[rows] = total.to(z.dtype)
     return z
+
+
+def _logit_pair(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    dtype: torch.dtype,
+    transforms: tuple[LogitTransform | None, LogitTransform | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [n, vp] of both models, each of dtype where it has a transform."""
+    student, teacher = transforms
+    return (
+        z if student is None else student.logits(z.to(dtype)),
+        y if teacher is None else teacher.logits(y.to(dtype)),
+    )

@@ -205,6 +205,48 @@ def online_cases(world):
         world.check(f"sequence parallel {name}", sequence_parallel, sharded, want)
 
 
+def transform_cases(world):
+    """Models that scale or cap their logits, each its own way: offline and online."""
+    hidden, weight, bias, target, labels, upstream = make_inputs()
+    w, b = world.part(weight, bias)
+    y = (hidden * 2) @ weight.T
+    (tw,) = world.part(weight)
+    divergence = Divergence(objective="jsd", tail="bucket", temperature=2.0, ce_weight=0.2)
+    options = dict(divergence=divergence, labels=labels, vocab_size=REAL)
+    chunks = dict(chunk_size=3, token_weights=upstream, tp_group=world.group)
+
+    def transformed(teacher, scale, softcap):
+        function = reference.topk_loss if teacher is target else reference.full_loss
+
+        def loss_of(hidden, weight, bias):
+            z = reference.transformed(hidden @ weight.T + bias, scale, softcap)
+            return function(z, teacher, divergence, labels, REAL)
+
+        return loss_of
+
+    def case(head, want):
+        compare(world, evaluate(head, hidden, w, b, upstream), want)
+
+    for scale, softcap in ((1.0, 2.0), (0.3, 1.5), (0.3, None)):
+        name = f"scale {scale}, cap {softcap}"
+        student = dict(logit_scale=scale, logit_softcap=softcap)
+        capped_y = reference.transformed(y, 0.7, 3.0)
+        both = dict(student, teacher_logit_scale=0.7, teacher_logit_softcap=3.0)
+        want, want_online = (
+            evaluate(transformed(teacher, scale, softcap), hidden, weight, bias, upstream)
+            for teacher in (target, capped_y)
+        )
+        more = options | student | dict(tp_group=world.group)
+        for head_name, head in topk_heads(target, upstream, more).items():
+            world.check(f"{head_name} {name}", case, head, want)
+        for gradient in ("recompute", "in_forward"):
+
+            def online(h, w, b, more=chunks | options | both | dict(gradient=gradient)):
+                return fused_online_kd_loss(h, w, hidden * 2, tw, bias=b, **more)
+
+            world.check(f"online {gradient} {name}", case, online, want_online)
+
+
 def sequence_parallel_cases(world):
     """Sharded hidden states, only some rows supervised, metrics, and the label-only loss."""
     hidden, weight, bias, target, labels, upstream = make_inputs()
@@ -343,6 +385,7 @@ def all_cases(rank):
     for cases in (
         topk_cases,
         online_cases,
+        transform_cases,
         sequence_parallel_cases,
         low_precision_cases,
         automatic_chunk_cases,
@@ -353,7 +396,7 @@ def all_cases(rank):
     return world.count, world.failures
 
 
-@pytest.mark.parametrize("ranks, expected", [(2, 111), (4, 75)])
+@pytest.mark.parametrize("ranks, expected", [(2, 129), (4, 93)])
 def test_shards_equal_one_rank(ranks, expected):
     outcomes = run_ranks(ranks, all_cases)
     assert [count for count, _ in outcomes] == [expected] * ranks

@@ -42,7 +42,7 @@ def make_logits(dtype, columns, rows=9):
 
 def check_against_definition(backend, dtype, columns, inverse_taus):
     z = make_logits(dtype, columns)
-    m, sums = backend.max_and_sums(z, inverse_taus)
+    m, sums = backend.max_and_sums(z, inverse_taus, None)
     exact = z.double()
     assert torch.equal(m.double(), exact.amax(-1))
     shift = torch.where(m == float("-inf"), 0.0, m).double().unsqueeze(-1)
@@ -52,7 +52,7 @@ def check_against_definition(backend, dtype, columns, inverse_taus):
         terms = ((exact - shift) * inverse_tau).exp()
         torch.testing.assert_close(sums[t].double(), terms.sum(-1), rtol=1e-5, atol=0)
         want += scales[t].double().unsqueeze(-1) * terms
-    backend.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus)
+    backend.to_gradient_(z, shift.squeeze(-1).to(m.dtype), scales.to(m.dtype), inverse_taus, None)
     rtol = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(z.double(), want, rtol=rtol, atol=1e-6)
 
@@ -104,7 +104,7 @@ def test_eager(dtype, inverse_taus, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(dtype):
-    if not compiled.available():
+    if not compiled.available("cpu"):
         pytest.skip("torch.compile is disabled or has no tool chain here")
     for inverse_taus in TEMPERATURES:
         check_against_definition(compiled, dtype, 4999, inverse_taus)
@@ -114,26 +114,26 @@ def test_compiled(dtype):
 @pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
 def test_compiled_pair(objective):
     """The passes over both models' logits, compiled, against the formulas in fp64."""
-    if not compiled.available():
+    if not compiled.available("cpu"):
         pytest.skip("torch.compile is disabled or has no tool chain here")
     make = torch.Generator().manual_seed(0)
     z, y = torch.randn(5, 3001, generator=make), torch.randn(5, 3001, generator=make)
     options, unit = Divergence(objective=objective, beta=0.3), objective_unit(objective)
-    m, sums = eager.max_and_sums(z, (0.5, 1.0))
-    teacher_m, teacher_sums = eager.max_and_sums(y, (0.5,))
+    m, sums = eager.max_and_sums(z, (0.5, 1.0), None)
+    teacher_m, teacher_sums = eager.max_and_sums(y, (0.5,), None)
     student, teacher = (m, *sums.log()), (teacher_m, teacher_sums[0].log())
     kd, ce = torch.linspace(-1, 1, 5), torch.linspace(0, 1, 5)
     double = [x.double() for x in (*student, *teacher)]
     log_q = log_probability(z, double[0], double[1], 0.5)
     log_p = log_probability(y, double[3], double[4], 0.5)
     totals = torch.stack(unit.row_sums(log_q, log_p, options))
-    got = compiled.full_sums(z, y, student[:2], teacher, 0.5, unit, options)
+    got = compiled.full_sums(z, y, student[:2], teacher, 0.5, unit, options, (None, None))
     torch.testing.assert_close(got.double(), totals, rtol=1e-5, atol=1e-6)
     want = unit.gradient(log_q, log_p, tuple(totals), options) * kd.unsqueeze(-1)
     for weights, more in (((kd, None), 0), ((kd, ce), 1)):
         dz = z.clone()
         compiled.full_gradient_(
-            dz, y, student, teacher, totals.float(), weights, 0.5, unit, options
+            dz, y, student, teacher, totals.float(), weights, 0.5, unit, options, (None, None)
         )
         softmax = log_probability(z, double[0], double[2], 1.0).exp() * ce.unsqueeze(-1)
         torch.testing.assert_close(dz.double(), want + more * softmax, rtol=1e-4, atol=1e-8)
@@ -142,7 +142,7 @@ def test_compiled_pair(objective):
 @pytest.mark.slow
 def test_the_heads_stay_compiled(monkeypatch, caplog):
     """Views of logits that autograd has seen change are written to like any other memory."""
-    if not compiled.available():
+    if not compiled.available("cpu"):
         pytest.skip("torch.compile is disabled or has no tool chain here")
     monkeypatch.setattr(kernels, "LEAST_COMPILED_ELEMENTS", 1)
     make = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_broken_compiler_means_eager_and_is_said(monkeypatch, caplog):
         assert kernels._backend(torch.zeros(4, 4)) is eager
         assert kernels._backend(torch.zeros(4, 4)) is eager
     assert [record.getMessage() for record in caplog.records] == [
-        "elementwise work is eager, torch.compile does not work here: no C++ compiler found"
+        "elementwise work on a cpu is eager, torch.compile fails here: no C++ compiler found"
     ]
     compiled.available.cache_clear()
 
@@ -221,6 +221,13 @@ def run_interpreted():
         for columns in (37, 4096, 9001):
             for inverse_taus in TEMPERATURES:
                 check_against_definition(triton, dtype, columns, inverse_taus)
+    from test_losses_logit_transform import KERNEL_TRANSFORMS, check_passes
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for columns in (37, 4096, 9001):
+            for inverse_taus in TEMPERATURES:
+                for transform in KERNEL_TRANSFORMS:
+                    check_passes(triton, dtype, columns, inverse_taus, transform)
     from loss_cases import in_forward, make_case, recompute, run, upstream_of
 
     case = make_case(temperature=2.0, captured=True).with_options(tail="bucket", ce_weight=0.3)
@@ -245,9 +252,10 @@ def test_triton_compiles_for_a_gpu(kernel, logits):
 
     from megatron_kd.losses.kernels import triton_source
 
-    constants = {"COLUMNS": 65536, "TEMPERATURES": 2, "BLOCK": 2048}
+    constants = {"COLUMNS": 65536, "TEMPERATURES": 2, "TRANSFORM": 2, "BLOCK": 2048}
     signature = {"z": logits, "row_stride": "i32", "inverse_tau": "fp32"}
     signature.update(other_inverse_tau="fp32", m="*fp32", sums="*fp32", scales="*fp32", rows="i32")
+    signature.update(factor="fp32", softcap="fp32")
     function = getattr(triton_source, kernel)
     signature = {
         name: "constexpr" if name in constants else signature[name] for name in function.arg_names
