@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.losses.chunking import SPARSE_CHUNK
 from megatron_kd.losses.dense import check_logits
 from megatron_kd.losses.divergence import Divergence
+from megatron_kd.losses.fused_loop import row_gap
 from megatron_kd.losses.kernels import accumulation_dtype
 from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.positions import LossOutputs, SavedReadings, loss_result
@@ -80,7 +81,8 @@ class _SparseLoss(torch.autograd.Function):
             positions, logits.new_empty(0, dtype=dtype), loss.divergence, loss.labels is not None
         )
         saved = SavedReadings(positions.rows)
-        buffer = logits.new_empty(min(chunk_rows, positions.rows), columns)
+        width = columns + row_gap(columns, logits.dtype, logits.device)
+        buffer = logits.new_empty(min(chunk_rows, positions.rows), width)[:, :columns]
         for part in positions.chunks(chunk_rows):
             chunk, z = loss.open(part), buffer[: part.stop - part.start]
             reading = chunk.read_(z.copy_(logits[part, :columns]))

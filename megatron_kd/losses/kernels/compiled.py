@@ -131,8 +131,8 @@ def available(device_type: str) -> bool:
     if disabled:
         logger.info("elementwise work is eager: %s is set", disabled[0])
         return False
-    example = torch.zeros(2, 3, device=device_type)
     try:
+        example = torch.zeros(2, 3, device=device_type)
         _compiled().read(example, torch.ones((), device=device_type), None, None)
     except Exception as error:  # whatever a broken tool chain raises: the eager twin does the work
         logger.warning(

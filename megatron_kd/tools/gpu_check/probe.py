@@ -85,6 +85,8 @@ def _triton(device) -> str:
         return "not installed: the losses take PyTorch's own operations"
     with kernels.use_backend("triton"):
         check(IMPLEMENTATIONS["in_forward"], _inputs(device))
+    if kernels.triton.refusal():
+        return f"not used, the losses take PyTorch's own operations: {kernels.triton.refusal()}"
     return f"{importlib.import_module('triton').__version__}, its kernels compile and agree"
 
 
