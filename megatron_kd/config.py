@@ -96,7 +96,15 @@ class MixtureEntry:
     """Its directory, as `cache.path`."""
 
     weight: Annotated[Number, Field(gt=0)]
-    """Its share of the training samples, by the sum of all weights."""
+    """Its share, by the sum of all weights; of what, `cache.share_by` says."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """What its own curve is called: "kd loss/NAME", in training and validation. All caches of a
+    mixture have one, or none."""
+
+    loss: dict[str, Any] = field(default_factory=dict)
+    """Where its loss differs from the section `loss`: keys of that section, such as temperature or
+    objective. Micro-batches must then be of one sample, so that each is of one cache."""
 
 
 @config_section
@@ -110,11 +118,37 @@ class CacheConfig:
     """Several caches instead of `path`: [{path: …, weight: …}, …]. All give training samples in
     these shares; each with a `validation` split gives validation samples too."""
 
+    share_by: Literal["samples", "tokens"] = "samples"
+    """What the weights of a mixture are shares of: training samples, or supervised tokens, on the
+    average of each cache."""
+
     topk: Count | None = None
     """Use only this many of each position's cached entries, the most likely ones; null uses all."""
 
     check_checksums: Flag = True
     """Verify each shard's checksum on first use. Every sample's token hash is always checked."""
+
+    def __post_init__(self):
+        names = self.names()
+        if None in names and set(names) != {None}:
+            raise ConfigError("cache.mixture: give every cache a name, or none of them")
+        if None not in names and len(set(names)) < len(names):
+            raise ConfigError(f"cache.mixture: names must differ, got {', '.join(names)}")
+        for number, entry in enumerate(self.mixture):
+            if "ce_weight" in entry.loss:
+                raise ConfigError(
+                    f"cache.mixture[{number}].loss.ce_weight: the share of cross-entropy is one "
+                    "for all caches; set loss.ce_weight"
+                )
+
+    def names(self) -> list[str | None]:
+        """What the caches of a mixture are called."""
+        return [entry.name for entry in self.mixture]
+
+    @property
+    def differ(self) -> bool:
+        """Whether a cache of the mixture has a loss of its own."""
+        return any(entry.loss for entry in self.mixture)
 
     def sources(self) -> list[tuple[str, float]]:
         """(directory, weight) of every cache."""
@@ -303,7 +337,20 @@ class DistillConfig:
         else:
             self._check_online()
 
+    def divergences(self) -> tuple[Divergence, ...]:
+        """The loss of each cache of the run, in the order of `cache.sources()`."""
+        common = self.loss.divergence
+        return tuple(
+            typed_mapping.build(
+                Divergence,
+                {f.name: getattr(common, f.name) for f in fields(Divergence)} | entry.loss,
+                f"cache.mixture[{number}].loss",
+            )
+            for number, entry in enumerate(self.cache.mixture)
+        ) or (common,)
+
     def _check_offline(self):
+        self.divergences()
         if self.cache.path is not None and self.cache.mixture:
             raise ConfigError("set cache.path or cache.mixture, not both")
         if self.cache.path is None and not self.cache.mixture:

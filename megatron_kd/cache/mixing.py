@@ -17,10 +17,15 @@ class MixedReader:
     """Reads like a `CacheReader`. Pickles as its readers do.
 
     Sample i of the mixture is the same whenever the caches and weights are. A cache that runs out
-    starts again from its first sample; shuffling is the dataset's business.
+    starts again from its first sample; shuffling is the dataset's business. A sample has the
+    candidates, normalizers and hidden states that all caches have, so that samples of several fit
+    into one batch.
 
     Args:
         sources: (path or `CacheReader`, weight > 0), …; weights need not sum to one.
+        share_by: What the weights are shares of: "samples", or the supervised "tokens" in them, on
+            the average of each cache.
+        each_alone: Samples are never put into one batch: each has all the normalizers of its cache.
         samples: Length of the mixture. None: as long as no sample comes twice.
         check_checksums: For sources given as paths.
 
@@ -33,6 +38,9 @@ class MixedReader:
         sources: Sequence[tuple[CacheReader | str | os.PathLike, float]],
         samples: int | None = None,
         check_checksums: bool = True,
+        *,
+        share_by: str = "samples",
+        each_alone: bool = False,
     ):
         if not sources:
             raise CacheError("a mixture needs at least one cache")
@@ -45,6 +53,10 @@ class MixedReader:
             raise CacheError(
                 f"weights of a mixture must be positive numbers, got {weights.tolist()}"
             )
+        if share_by == "tokens":
+            weights /= [reader.manifest["positions"] / len(reader) for reader in self.readers]
+        elif share_by != "samples":
+            raise CacheError(f"shares must be by samples or tokens, got {share_by!r}")
         self.weights = weights / weights.sum()
         _check_together(self.readers)
         lengths = np.array([len(reader) for reader in self.readers])
@@ -55,6 +67,7 @@ class MixedReader:
         self._source, self._local = _interleave(self.weights, samples)
         self._local %= lengths[self._source]
         self.topk = max(reader.topk for reader in self.readers)
+        self._each_alone = each_alone
         self._temperatures = set.intersection(
             *(set(reader.spec.temperatures) for reader in self.readers)
         )
@@ -113,7 +126,9 @@ class MixedReader:
                 topk_ids=np.pad(rows.topk_ids, widen, constant_values=-1),
                 topk_logprobs=np.pad(rows.topk_logprobs, widen, constant_values=-np.inf),
             )
-        log_z = {tau: rows.log_z[tau] for tau in sorted(self._temperatures)}
+        log_z = rows.log_z
+        if not self._each_alone:
+            log_z = {tau: log_z[tau] for tau in sorted(self._temperatures)}
         rows = replace(rows, log_z=log_z, hidden=rows.hidden if self._hidden else None)
         return replace(sample, rows=rows)
 

@@ -9,6 +9,7 @@ stored sample.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,10 @@ class SampleOptions:
     temperature: float = 1.0
     """The loss's τ; where the cache holds the teacher's normalizer at it, items carry it."""
 
+    source_temperatures: tuple[float, ...] = ()
+    """The τ of each cache of a mixture, where they have losses of their own; empty: `temperature`
+    for all."""
+
     hidden_states: bool = False
     """Items carry the teacher's last hidden state, which the cache must hold."""
 
@@ -67,11 +72,13 @@ class DistillDataset(torch.utils.data.Dataset):
         seed: Of the order.
         period: Items after which the same samples come again, for evaluation: every evaluation sees
             one set.
+        numbers: Of the caches that `source` mixes, among those of the run, or of the one it is.
 
     Items are mappings of tensors: tokens, labels, position_ids [s] int64, loss_mask [s] fp32,
-    sample_index [1] int64; from a cache, topk_ids [s, k] int32 (−1 where nothing is stored),
-    topk_logprobs [s, k] fp32, nats (−inf), and teacher_hidden [s, h] fp16 or fp32 (0); with
-    documents apart, cu_seqlens [documents + 1] int32, from 0 to s, one length per sample.
+    sample_index [1] int64; from a cache, source [1] int64 (its number), topk_ids [s, k] int32 (−1
+    where nothing is stored), topk_logprobs [s, k] fp32, nats (−inf), and teacher_hidden [s, h] fp16
+    or fp32 (0); with documents apart, cu_seqlens [documents + 1] int32, from 0 to s, one length per
+    sample.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class DistillDataset(torch.utils.data.Dataset):
         shuffle: bool = False,
         seed: int = 0,
         period: int | None = None,
+        numbers: Sequence[int] = (0,),
     ):
         if len(source) == 0:
             raise ValueError("the source holds no samples; prepare or capture some first")
@@ -92,6 +100,7 @@ class DistillDataset(torch.utils.data.Dataset):
         self.shuffle = shuffle
         self.seed = seed
         self.period = period
+        self.numbers = numbers
         self._orders = OrderedDict()
 
     def __len__(self) -> int:
@@ -141,7 +150,8 @@ class DistillDataset(torch.utils.data.Dataset):
             item["position_ids"] = torch.from_numpy(position_ids(bounds))
             item["cu_seqlens"] = torch.from_numpy(bounds)
         if hasattr(sample, "rows"):  # of a cache; prepared sequences have none
-            stored = sample.rows
+            stored, number = sample.rows, self._number(index)
+            item["source"] = torch.tensor([number], dtype=torch.int64)
             place = np.full(n, -1)  # of each token in the sequence; -1 where it is no input
             place[rows] = np.arange(n - 1) if isinstance(places, slice) else places
             place = place[stored.positions]
@@ -150,11 +160,17 @@ class DistillDataset(torch.utils.data.Dataset):
             item["topk_logprobs"] = _placed(
                 stored.topk_logprobs[:, : options.topk], place, s, -np.inf
             )
-            if options.temperature != 1.0 and options.temperature in stored.log_z:
-                item["log_z_tau"] = _placed(stored.log_z[options.temperature], place, s, 0)
+            temperature = (options.source_temperatures or {number: options.temperature})[number]
+            if temperature != 1.0 and temperature in stored.log_z:
+                item["log_z_tau"] = _placed(stored.log_z[temperature], place, s, 0)
             if options.hidden_states:
                 item["teacher_hidden"] = _placed(stored.hidden, place, s, 0)
         return item
+
+    def _number(self, index: int) -> int:
+        """Of the cache that a sample comes from, among those of the run."""
+        locate = getattr(self.source, "locate", None)
+        return self.numbers[locate(index)[0] if locate else 0]
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:

@@ -15,10 +15,13 @@ manifests.
 """
 
 
-def open_caches(sources: Sequence[tuple[str | Path, float]], *, check_checksums: bool = True):
+def open_caches(
+    sources: Sequence[tuple[str | Path, float]], *, check_checksums: bool = True, **mixing
+):
     """One cache, or several mixed by weight.
 
     Args:
+        mixing: Further keywords of `MixedReader`.
         sources: (directory of one split, weight), …; an address like s3://… is read through a local
             copy.
 
@@ -31,7 +34,7 @@ def open_caches(sources: Sequence[tuple[str | Path, float]], *, check_checksums:
             raise FileNotFoundError(f"no directory {path}; make it with `megatron-kd capture`")
     if len(sources) == 1:
         return CacheReader(sources[0][0], check_checksums=check_checksums)
-    return MixedReader(sources, check_checksums=check_checksums)
+    return MixedReader(sources, check_checksums=check_checksums, **mixing)
 
 
 def open_sequences(path: str | Path) -> SequenceReader:

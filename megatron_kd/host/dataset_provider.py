@@ -53,6 +53,7 @@ class DistillDatasetProvider(DatasetProvider):
             samples=SampleOptions(
                 topk=config.cache.topk,
                 temperature=config.loss.divergence.temperature,
+                source_temperatures=_temperatures(config),
                 hidden_states=offline and bool(config.hidden_states.pairs),
             ),
             dataloader_type=data.dataloader,
@@ -112,17 +113,42 @@ class DistillDatasetProvider(DatasetProvider):
         elif self.dataloader_type == "cyclic" and split == TRAIN:
             length, shuffle = len(source), False  # the host's sampler shuffles and repeats
         return DistillDataset(
-            source, self.samples, length, shuffle=shuffle, seed=self.data.seed, period=period
+            source,
+            self.samples,
+            length,
+            shuffle=shuffle,
+            seed=self.data.seed,
+            period=period,
+            numbers=[0] if self.cache is None else self._numbers(split),
         )
+
+    def _numbers(self, split: str) -> list[int]:
+        """The caches of the run that give samples of a split."""
+        sources = self.cache.sources()
+        numbers = list(range(len(sources)))
+        if split == VALIDATION:  # of a mixture, those that have one
+            found = [number for number in numbers if Path(sources[number][0], split).is_dir()]
+            numbers = found or numbers
+        return numbers
 
     def _open(self, split: str):
         prepared = f"{self.data.path}/{split}" if self.data.path else None
         if self.cache is None:
             return open_sequences(prepared)
-        sources = [(f"{path}/{split}", weight) for path, weight in self.cache.sources()]
-        if split == VALIDATION:  # of a mixture, those caches that have one
-            sources = [entry for entry in sources if Path(entry[0]).is_dir()] or sources
-        source = open_caches(sources, check_checksums=self.cache.check_checksums)
+        sources = [self.cache.sources()[number] for number in self._numbers(split)]
+        source = open_caches(
+            [(f"{path}/{split}", weight) for path, weight in sources],
+            check_checksums=self.cache.check_checksums,
+            share_by=self.cache.share_by,
+            each_alone=self.cache.differ,
+        )
         if prepared:
             check_same_tokens(source, open_sequences(prepared))
         return source
+
+
+def _temperatures(config: DistillConfig) -> tuple[float, ...]:
+    """Of each cache, where they have losses of their own."""
+    if not config.cache.differ:
+        return ()
+    return tuple(divergence.temperature for divergence in config.divergences())

@@ -127,7 +127,7 @@ def run(config: DistillConfig, container: ConfigContainer) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
         record_identity(config, container)
-    step = DistillationStep(config.output_dir)
+    step = DistillationStep(config.output_dir, tuple(filter(None, config.cache.names())))
     metrics = RunMetrics(config.output_dir, step.data_wait, progress=config.progress)
     callbacks = [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:

@@ -115,7 +115,13 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _open(gguf_file: Path):
-    from gguf import GGUFReader
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"reading {gguf_file.name} needs the package {error.name}, which is not installed; "
+            "pip install 'megatron-kd[gguf]'"
+        ) from error
 
     with open(gguf_file, "rb") as file:
         if file.read(4) != b"GGUF":

@@ -6,6 +6,7 @@ written out over its outcomes, and autograd and one line of SGD do the rest.
 n: supervised rows of a global batch, v: vocabulary, o: outcomes of a divergence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,22 +44,36 @@ class Step:
 
 
 def train(
-    directory: Path, options: Options, batches: list[range], *, cache=None, teacher=None, lr: float
+    directory: Path,
+    options: Options | Callable[[int], Options],
+    batches: list[range],
+    *,
+    cache=None,
+    teacher=None,
+    lr: float,
+    source_of: Callable[[int], str] | None = None,
 ) -> list[Step]:
     """Train the small world's student by SGD, one step for each batch.
 
     Args:
         directory: The small world's.
+        options: Of all samples, or of each by its index.
         batches: Indices of the samples of each global batch.
-        cache: Directory of the teacher's rows; offline.
+        cache: Directory of the teacher's rows, or what reads them; offline.
         teacher: The resident teacher in fp64; online.
+        source_of: The name of the cache of each sample, by its index.
     """
     student = comparison.student(directory / "student")
-    reader = SequenceReader(directory / "data/train") if cache is None else CacheReader(cache)
+    if cache is None:
+        reader = SequenceReader(directory / "data/train")
+    else:
+        reader = CacheReader(cache) if isinstance(cache, Path) else cache
+    options_of = options if callable(options) else lambda index: options
     steps = []
     for batch in batches:
-        kd, ce, masses = [], [], []
+        kd, ce, masses, by_source = [], [], [], {}
         for index in batch:
+            options = options_of(index)
             sample = reader[index]
             tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             rows = torch.as_tensor(sample.loss_mask).nonzero().squeeze(-1)  # [n]
@@ -72,16 +87,19 @@ def train(
                 tau = options.temperature
                 p, q = torch.softmax(y / tau, -1), torch.softmax(z / tau, -1)
                 divergence = between(p, q, options)
+            if options.temperature_squared:
+                divergence = divergence * options.temperature**2
             kd.append(divergence)
+            if source_of is not None:
+                by_source.setdefault(f"kd loss/{source_of(index)}", []).append(divergence)
             ce.append(-torch.log_softmax(z, -1).gather(-1, tokens[rows + 1, None])[:, 0])
         kd, ce = torch.cat(kd).mean(), torch.cat(ce).mean()
-        if options.temperature_squared:
-            kd = kd * options.temperature**2
         alpha = options.ce_weight
         total = (1 - alpha) * kd + alpha * ce
         student.zero_grad()
         total.backward()
         losses = {"kd loss": kd.item(), "lm loss": ce.item(), "total loss": total.item()}
+        losses |= {name: torch.cat(parts).mean().item() for name, parts in by_source.items()}
         if masses:
             means = torch.cat(masses, dim=-1).mean(-1)  # [2]
             losses |= dict(zip(("student mass", "teacher mass"), means.tolist(), strict=True))
@@ -98,6 +116,8 @@ def from_rows(z: torch.Tensor, sample, rows: torch.Tensor, options: Options):
     tau = options.temperature
     ids = torch.as_tensor(sample.topk_ids, dtype=torch.int64)[rows]
     log_p = torch.as_tensor(sample.topk_logprobs, dtype=torch.float64)[rows]
+    used = (ids >= 0).all(0)  # a mixture widens the rows of a cache of fewer candidates
+    ids, log_p = ids[:, used], log_p[:, used]
     if tau != 1 and tau in sample.log_z:
         normalizer = torch.as_tensor(sample.log_z[tau], dtype=torch.float64)[rows, None]
         p = (log_p / tau - normalizer).exp()

@@ -129,6 +129,20 @@ def check_sums_are_over_supervised_tokens(folder):
     assert (report["a"][0] / report["a"][1]).item() == 0.0  # as the host divides
 
 
+def check_sums_of_a_source_are_over_its_own_tokens(folder):
+    from megatron_kd.host.step.forward_step import sum_over_tokens
+
+    losses = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    source = torch.tensor([[3], [0]])
+    chosen = {name: source == number for name, number in (("a", 3), ("b", 0), ("c", 1))}
+    _, _, report = sum_over_tokens(
+        losses, loss_mask=mask, report={"kd loss": losses}, by_source=chosen
+    )
+    assert report["a"].tolist() == [5.0, 2.0] and report["b"].tolist() == [32.0, 1.0]
+    assert (report["c"][0] / report["c"][1]).isnan()  # as the host divides
+
+
 def check_rows_are_numbered_with_the_sequence_outermost(folder):
     from megatron_kd.host.step.micro_batch import supervised_index
 

@@ -8,6 +8,7 @@ can be compared to the bit.
 """
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from megatron_kd.files import publish
 from megatron_kd.host.step.micro_batch import DataWait
-from megatron_kd.metrics_file import FILE_NAME, PEAK_MEMORY, read_metrics
+from megatron_kd.metrics_file import FILE_NAME, KD_LOSS, PEAK_MEMORY, read_metrics
 
 
 class RunMetrics(Callback):
@@ -64,7 +65,7 @@ class RunMetrics(Callback):
             _log(context.state, speed | {"peak-GB": torch.cuda.max_memory_allocated() / 1e9}, step)
         if not self._writes or (step % cfg.logger.log_interval and step != cfg.train.train_iters):
             return
-        losses = {name: value.item() for name, value in (context.loss_dict or {}).items()}
+        losses = _reported(context.loss_dict or {})
         self._write(
             kind="train",
             iteration=step,
@@ -101,7 +102,7 @@ class RunMetrics(Callback):
         if iteration == self._last_validation:
             return
         self._last_validation = iteration
-        losses = {name: value.item() for name, value in total_loss_dict.items()}
+        losses = _reported(total_loss_dict)
         self._write(kind="validation", iteration=iteration, losses=losses)
         if self._bar is not None:
             shown = "  ".join(
@@ -144,6 +145,16 @@ def _log(state, values: dict[str, float], step: int) -> None:
     if state.wandb_logger is not None:
         named = {f"distillation/{name}": value for name, value in values.items()}
         state.wandb_logger.log(named, step)
+
+
+def _reported(losses: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The losses as numbers, without the caches that no sample came from, which have none."""
+    numbers = {name: value.item() for name, value in losses.items()}
+    return {
+        name: value
+        for name, value in numbers.items()
+        if not (name.startswith(f"{KD_LOSS}/") and math.isnan(value))
+    }
 
 
 def _number(value) -> float | None:

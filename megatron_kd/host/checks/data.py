@@ -26,6 +26,7 @@ def check_data(config: DistillConfig, container) -> None:
         _check_documents(train, container)
     else:
         _check_sequence_length(container)
+    _check_sources(config, container)
     _check_topk(config, train)
     _check_temperature(config, train)
     _check_hidden_states(config, train)
@@ -84,6 +85,19 @@ def _check_documents(source, container) -> None:
         )
 
 
+def _check_sources(config: DistillConfig, container) -> None:
+    if not config.cache.differ:
+        return
+    evaluation = getattr(getattr(container, "validation", None), "eval_micro_batch_size", None)
+    size = max(container.train.micro_batch_size, evaluation or 1)
+    if size != 1:
+        raise ConfigError(
+            "a loss of its own for a cache of cache.mixture needs micro-batches of one cache, and "
+            f"those of {size} samples may hold several: set bridge.train.micro_batch_size=1 (and "
+            "bridge.validation.eval_micro_batch_size, where it is set), or one loss for all"
+        )
+
+
 def _check_topk(config: DistillConfig, source) -> None:
     if config.mode != "offline" or config.cache.topk is None:
         return
@@ -100,14 +114,26 @@ def _check_topk(config: DistillConfig, source) -> None:
 
 
 def _check_temperature(config: DistillConfig, source) -> None:
-    divergence = config.loss.divergence
-    temperature = divergence.temperature
-    if config.mode != "offline" or divergence.tail != "bucket" or temperature == 1.0:
+    if config.mode != "offline":
         return
-    captured = [float(tau) for tau in source.manifest.get("temperatures", [])]
+    common = config.loss.divergence
+    if not config.cache.differ:  # samples of all caches may share a batch, so all must have it
+        _check_normalizer(common, source.manifest, "loss")
+        return
+    for number, (divergence, reader) in enumerate(
+        zip(config.divergences(), getattr(source, "readers", [source]), strict=True)
+    ):
+        _check_normalizer(divergence, reader.manifest, f"cache.mixture[{number}].loss")
+
+
+def _check_normalizer(divergence, manifest: dict, section: str) -> None:
+    temperature = divergence.temperature
+    if divergence.tail != "bucket" or temperature == 1.0:
+        return
+    captured = [float(tau) for tau in manifest.get("temperatures", [])]
     if temperature not in captured:
         raise ConfigError(
-            f"loss.tail=bucket at loss.temperature={temperature} needs the teacher's "
+            f"{section}.tail=bucket at {section}.temperature={temperature} needs the teacher's "
             f"normalizer at that temperature; the cache holds those for {captured or 'none'}. "
             f"Capture again with --temperatures {temperature}, or use tail none or renormalize"
         )

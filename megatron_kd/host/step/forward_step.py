@@ -7,18 +7,21 @@ micro-batches and ranks before it divides.
 s: sequence positions on this rank, b: micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from megatron.bridge.training.state import GlobalState
 
 from megatron_kd.host.step import micro_batch
+from megatron_kd.host.step.device_copy import to_device
 from megatron_kd.host.step.distillation_loss import DistillationLoss
 from megatron_kd.host.step.finite_loss import check_finite
 from megatron_kd.host.step.micro_batch import DataWait
 from megatron_kd.host.step.nvtx_ranges import stage
+from megatron_kd.metrics_file import KD_LOSS
 
 NO_TOKENS = 1e-9
 """Added to a reported token count: it vanishes beside 1, and a batch without a supervised token
@@ -32,10 +35,12 @@ class DistillationStep:
 
     Args:
         directory: The run's output_dir, where the samples of a loss that is not finite are named.
+        sources: Names of the caches of a mixture, each of which is then reported by itself.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, sources: Sequence[str] = ()):
         self.directory = Path(directory)
+        self.sources = sources
         self.data_wait = DataWait()
 
     def __call__(
@@ -68,8 +73,18 @@ class DistillationStep:
         check = None
         if state.cfg.rerun_state_machine.check_for_nan_in_loss:
             check = partial(check_finite, sample_index=batch.sample_index, directory=self.directory)
+        by_source = {}
+        if report and self.sources:
+            source = to_device(batch.loss_inputs.source)
+            by_source = {
+                f"{KD_LOSS}/{name}": source == number for number, name in enumerate(self.sources)
+            }
         return output, partial(
-            sum_over_tokens, loss_mask=batch.loss_mask, report=report, check=check
+            sum_over_tokens,
+            loss_mask=batch.loss_mask,
+            report=report,
+            by_source=by_source,
+            check=check,
         )
 
 
@@ -78,6 +93,7 @@ def sum_over_tokens(
     *,
     loss_mask: torch.Tensor,
     report: dict[str, torch.Tensor],
+    by_source: Mapping[str, torch.Tensor] = MappingProxyType({}),
     check=None,
 ):
     """The host's loss function: (sum of the loss, supervised tokens, report).
@@ -86,6 +102,8 @@ def sum_over_tokens(
         per_token_loss: [b, s] fp32, nats.
         loss_mask: [b, s].
         report: [b, s] each, detached, summed under the mask.
+        by_source: Name: [b, 1] bool, the samples whose share of the KD loss is reported by itself.
+            It is the mean over their tokens, and NaN where a batch has none.
         check: Called with the sum; it raises where that is not finite. None checks nothing.
     """
     mask = loss_mask.float().view(-1)
@@ -95,7 +113,11 @@ def sum_over_tokens(
     tokens = mask.sum()
     count = tokens + NO_TOKENS
 
-    def summed(values):
-        return torch.stack([torch.sum(values.detach().reshape(-1).float() * mask), count])
+    def summed(values, own=mask, own_count=count):
+        return torch.stack([torch.sum(values.detach().reshape(-1).float() * own), own_count])
 
-    return total, tokens.to(torch.int), {name: summed(v) for name, v in report.items()}
+    sums = {name: summed(values) for name, values in report.items()}
+    for name, chosen in by_source.items():
+        own = (loss_mask.float() * chosen).view(-1)
+        sums[name] = summed(report[KD_LOSS], own, own.sum())
+    return total, tokens.to(torch.int), sums

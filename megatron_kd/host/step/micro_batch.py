@@ -49,13 +49,14 @@ class DataWait:
 class LossInputs:
     """What the last stage's loss needs of one micro-batch, in the data loader's layout.
 
-    Online the first four are None: the teacher is in the process.
+    Online the first five are None: the teacher is in the process.
     """
 
     topk_ids: torch.Tensor | None  # [b, s, k] int32, −1 in an unused slot
     topk_logprobs: torch.Tensor | None  # [b, s, k] fp32, nats, −inf in an unused slot
     log_z_tau: torch.Tensor | None  # [b, s] fp32, the teacher's normalizer at the temperature
     teacher_hidden: torch.Tensor | None  # [b, s, h], the teacher's last hidden state
+    source: torch.Tensor | None  # [b, 1] int64, the number of its cache, in host memory
     loss_mask: torch.Tensor  # [b, s] fp32
     supervised_index: torch.Tensor  # [rows] int64, into the flattened [s · b]
 
@@ -114,6 +115,7 @@ def load(
     mask = batch["loss_mask"]
     inputs = LossInputs(
         **{key: batch[key] for key in TEACHER_KEYS},
+        source=whole.get("source"),
         loss_mask=mask,
         supervised_index=to_device(supervised_index(mask_in_host_memory)),
     )

@@ -4,6 +4,7 @@ s: sequence positions on this rank (s / tp under sequence parallelism for hidden
 b: micro-batch, h: hidden size, k: support, vp: vocabulary / tp.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from megatron_kd.losses import (
     fused_chunked_kd_loss,
     sparse_chunked_kd_loss,
 )
+from megatron_kd.losses.divergence import Divergence
 
 FROM_HIDDEN_STATES = "fused_chunked"
 """The implementation that projects the hidden states itself; the others read logits."""
@@ -25,8 +27,22 @@ FROM_HIDDEN_STATES = "fused_chunked"
 class OfflineLoss(DistillationLoss):
     """The loss of a student whose teacher is in a cache."""
 
-    def __init__(self, model: torch.nn.Module, config: LossConfig, vocab_size: int, weights):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: LossConfig,
+        vocab_size: int,
+        weights,
+        divergences: Sequence[Divergence] = (),
+    ):
+        """As `DistillationLoss`, and:
+
+        Args:
+            divergences: Of each cache of a mixture, where they have losses of their own; micro-
+                batches are then of one sample.
+        """
         super().__init__(model, config, vocab_size, weights)
+        self._divergences = divergences
         self._last_hidden_state = None
         if weights.config.pairs:
             self._last_hidden_state = hidden_states.LastHiddenState(
@@ -38,7 +54,9 @@ class OfflineLoss(DistillationLoss):
         return self.config.impl == FROM_HIDDEN_STATES
 
     def losses(self, labels: torch.Tensor, output: torch.Tensor) -> Losses:
-        inputs = self.inputs
+        inputs, divergence = self.inputs, self.config.divergence
+        if self._divergences:
+            divergence = self._divergences[int(inputs.source)]
         target = TopKTarget(
             ids=inputs.topk_ids.transpose(0, 1),  # [s, b, k]
             logprobs=inputs.topk_logprobs.transpose(0, 1),
@@ -48,7 +66,7 @@ class OfflineLoss(DistillationLoss):
             self,
             output,
             target,
-            divergence=self.config.divergence,
+            divergence=divergence,
             labels=labels,
             return_metrics=True,
             **self.parallel,
@@ -105,15 +123,16 @@ def attach_when_built(config: DistillConfig, container, weights: hidden_states.L
             config=config.loss,
             vocab_size=container.model.vocab_size,
             weights=weights,
+            divergences=config.divergences() if config.cache.differ else (),
             teacher_width=width,
         )
     )
 
 
-def _attach(model: list, *, config, vocab_size, weights, teacher_width) -> list:
+def _attach(model: list, *, config, vocab_size, weights, divergences, teacher_width) -> list:
     for chunk in model:
         if getattr(chunk, "post_process", False):
             if teacher_width is not None:
                 hidden_states.add_projection(chunk, chunk.config.hidden_size, teacher_width)
-            OfflineLoss(chunk, config, vocab_size, weights)
+            OfflineLoss(chunk, config, vocab_size, weights, divergences)
     return model

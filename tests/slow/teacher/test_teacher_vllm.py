@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from dump_rows import load_documents, main
 
+from megatron_kd.cache import CacheReader
 from megatron_kd.teacher.engines import engine_class
 from megatron_kd.teacher.engines.base import EngineError, RowRequest
 from megatron_kd.teacher.engines.http_client import HttpOptions
@@ -186,3 +187,75 @@ def test_capture_through_the_server(server, smollm2, prose, tmp_path):
             other[index].topk_logprobs[mask],
             nats=2 * NATS,  # both are stored within 0.005
         )
+
+
+PROMPTS = ("What is the capital of France?", "Name three colors.", "What is 2 + 3?")
+
+
+def generated(python, environment, prompts, model, output, *more):
+    """The records of a greedy generation in whatever environment, and the rows that it kept."""
+    command = [python, "-m", "megatron_kd", "generate", "--prompts", prompts, "--model", model]
+    command += ["--output", output, "--max-new-tokens", "24", "--temperature", "0"]
+    command += ["--capture", "--topk", "20", "--codec", "fp16", "--validation-fraction", "0", *more]
+    subprocess.run(list(map(str, command)), check=True, env=environment)
+    with open(output / "responses.jsonl", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    reader = CacheReader(output / "cache" / "train")
+    return records, [reader[index] for index in range(len(reader))]
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    turns = ([{"role": "user", "content": text}] for text in PROMPTS)
+    path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    return path
+
+
+@pytest.fixture(scope="session")
+def generated_here(smollm2, prompts_file, tmp_path_factory):
+    output = tmp_path_factory.mktemp("here") / "out"
+    return generated(
+        sys.executable, os.environ, prompts_file, smollm2, output, "--dtype", "float32"
+    )
+
+
+def assert_same_generation(got, want):
+    (records, samples), (true_records, true_samples) = got, want
+    for record, true in zip(records, true_records, strict=True):
+        for key in ("tokens", "stop_reason", "response"):
+            assert record[key] == true[key]
+    for sample, true in zip(samples, true_samples, strict=True):
+        np.testing.assert_array_equal(sample.loss_mask, true.loss_mask)
+        # Half precision rounds 16 nats and more by up to 0.008.
+        np.testing.assert_allclose(
+            sample.rows.topk_logprobs, true.rows.topk_logprobs, atol=NATS + 0.016
+        )
+        shared = sample.rows.topk_ids == true.rows.topk_ids
+        assert shared.mean() > 0.9
+
+
+def test_generation_in_process(
+    smollm2, prompts_file, generated_here, vllm_python, vllm_environment, tmp_path
+):
+    more = ("--engine", "vllm", "--dtype", "float32", "--max-model-len", "1024")
+    got = generated(vllm_python, vllm_environment, prompts_file, smollm2, tmp_path / "out", *more)
+    assert_same_generation(got, generated_here)
+
+
+def test_generation_by_the_server(server, smollm2, prompts_file, generated_here, tmp_path):
+    more = ("--engine", "vllm-server", "--server", server, "--tokenizer", smollm2)
+    got = generated(sys.executable, os.environ, prompts_file, "smollm2", tmp_path / "out", *more)
+    assert_same_generation(got, generated_here)
+
+
+def test_a_servers_words_become_tokens(server, smollm2, prompts_file, generated_here, tmp_path):
+    command = [sys.executable, "-m", "megatron_kd", "generate", "--prompts", prompts_file]
+    command += ["--model", "smollm2", "--output", tmp_path / "out", "--max-new-tokens", "24"]
+    command += ["--temperature", "0", "--engine", "openai", "--server", server]
+    subprocess.run([*map(str, command), "--tokenizer", smollm2], check=True)
+    with open(tmp_path / "out" / "responses.jsonl", encoding="utf-8") as lines:
+        got = [json.loads(line) for line in lines]
+    for record, want in zip(got, generated_here[0], strict=True):
+        assert record["response"] == want["response"]
+        assert record["tokens"] == want["tokens"]

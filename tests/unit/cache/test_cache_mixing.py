@@ -50,6 +50,36 @@ def test_samples_are_those_of_the_caches(sources):
         mixed[len(mixed)]
 
 
+def test_shares_by_tokens_count_what_is_supervised(tmp_path):
+    rng = np.random.default_rng(0)
+    folders = []
+    for name, rows in (("short", (3, 8)), ("long", (30, 60))):
+        samples = make_samples(seed=rows[0], count=200, topk=4)
+        samples = [
+            (tokens, thinned(rng, mask, rng.integers(*rows)), ids, logprobs)
+            for tokens, mask, ids, logprobs in samples
+        ]
+        folders.append(write_cache(tmp_path / name, samples, topk=4))
+    mixed = MixedReader(list(zip(folders, (1.0, 3.0), strict=True)), share_by="tokens")
+    tokens = np.zeros(2)
+    for index in range(len(mixed)):
+        tokens[mixed.locate(index)[0]] += mixed[index].loss_mask.sum()
+    assert tokens[1] / tokens[0] == pytest.approx(3.0, rel=0.15)
+    by_samples = MixedReader(list(zip(folders, (1.0, 3.0), strict=True)))
+    assert by_samples.fingerprint != mixed.fingerprint
+    with pytest.raises(CacheError, match="samples or tokens"):
+        MixedReader([(folders[0], 1)], share_by="rows")
+
+
+def thinned(rng, mask, count):
+    """The mask with `count` positions kept, or all where it has fewer."""
+    kept = np.flatnonzero(mask)
+    kept = rng.choice(kept, min(count, len(kept)), replace=False)
+    thin = np.zeros_like(mask)
+    thin[kept] = mask[kept]
+    return thin
+
+
 def test_no_sample_twice_unless_asked(sources):
     mixed = MixedReader([(sources["a"][0], 1), (sources["b"][0], 1)])
     assert len(mixed) == 20

@@ -188,6 +188,8 @@ def test_a_missing_required_key_is_named(tmp_path):
         ("cache.mixture=[{path: c}]", "cache.mixture[0].weight is required"),
         ("cache.mixture=[{path: c, weight: 0}]", "cache.mixture[0].weight must be greater than 0"),
         ("cache.mixture=[{path: c, weight: 1, wight: 1}]", "mean cache.mixture[0].weight?"),
+        ("cache.mixture=[{path: c, weight: 1, name: a/b}]", "cache.mixture[0].name"),
+        ("cache.share_by=rows", "cache.share_by must be"),
         ("data.num_workers=2.0", "data.num_workers must be an integer, not 2.0"),
         ("hidden_states.weight=.nan", "hidden_states.weight must be 0 or more, not nan"),
         ("hidden_states.pairs=[[1]]", "hidden_states.pairs[0] must be a list of 2 or more"),

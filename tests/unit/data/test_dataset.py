@@ -51,6 +51,19 @@ def test_row_t_pairs_with_the_label_t_plus_one():
     assert item["sample_index"].tolist() == [2]
 
 
+def test_each_cache_of_a_mixture_has_its_number_and_temperature():
+    class Mixed(list):
+        def locate(self, index):
+            return index % 2, index // 2
+
+    samples = Mixed(sample(i) for i in range(4))
+    options = SampleOptions(sequence_length=S, source_temperatures=(1.0, 3.0, 2.0))
+    items = [DistillDataset(samples, options, 4, numbers=[0, 2])[i] for i in range(4)]
+    assert [item["source"].tolist() for item in items] == [[0], [2], [0], [2]]
+    assert ["log_z_tau" in item for item in items] == [False, True, False, True]
+    assert dataset()[0]["source"].tolist() == [0]
+
+
 def test_a_short_sample_is_padded_and_masked():
     item = dataset([sample(0, n=4)])[0]
     assert item["tokens"].tolist() == [0, 1, 2] + [PAD_TOKEN] * 5
