@@ -87,10 +87,22 @@ class DistillDatasetProvider(DatasetProvider):
 
     def prepared_length(self) -> int | None:
         """The sequence length the samples were prepared for, where their manifest says it."""
+        length = self._of_the_data("seq_length")
+        return None if length is None else int(length)
+
+    def vocabulary(self) -> str | None:
+        """The hash of what the ids stand for; None in data prepared before it was recorded."""
+        named = self._of_the_data("vocabulary")
+        if named is None and self.data.path:  # beside a cache from before it was carried over
+            named = open_sequences(f"{self.data.path}/{TRAIN}").manifest.get("vocabulary")
+        return named
+
+    def _of_the_data(self, name: str):
+        """A value of the prepared data's manifest, which a cache carries too."""
         manifest = self.open(TRAIN).manifest
         for entry in (manifest, manifest.get("data") or {}):
-            if not isinstance(entry, str) and entry.get("seq_length"):
-                return int(entry["seq_length"])
+            if not isinstance(entry, str) and entry.get(name):
+                return entry[name]
         return None
 
     def packing(self) -> str | None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -81,6 +82,31 @@ def tokenizer_of(path: str | os.PathLike) -> str | None:
     if not has_tokenizer(path):
         return None
     return tokenizer_hash(AutoTokenizer.from_pretrained(path, use_fast=True))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the ids of a model directory's tokenizer stand for."""
+
+    size: int
+    """Largest id plus one."""
+
+    hash: str
+    """Over the token of each id and the merges, as prepared data and caches name it."""
+
+
+def vocabulary_of(path: str | os.PathLike) -> Vocabulary | None:
+    """The vocabulary of a model directory's tokenizer; None where it holds none.
+
+    Raises:
+        ValueError: The tokenizer's files cannot be read.
+    """
+    from megatron_kd.data.prepare.documents import load_tokenizer, vocabulary_hash, vocabulary_size
+
+    if not has_tokenizer(path):
+        return None
+    tokenizer = load_tokenizer(path)
+    return Vocabulary(vocabulary_size(tokenizer), vocabulary_hash(tokenizer))
 
 
 def license_of(path: str | os.PathLike) -> str | None:

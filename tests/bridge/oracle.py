@@ -52,6 +52,7 @@ def train(
     teacher=None,
     lr: float,
     source_of: Callable[[int], str] | None = None,
+    vocab_size: int | None = None,
 ) -> list[Step]:
     """Train the small world's student by SGD, one step for each batch.
 
@@ -62,6 +63,7 @@ def train(
         cache: Directory of the teacher's rows, or what reads them; offline.
         teacher: The resident teacher in fp64; online.
         source_of: The name of the cache of each sample, by its index.
+        vocab_size: The student's output rows from here on are padding.
     """
     student = comparison.student(directory / "student")
     if cache is None:
@@ -77,7 +79,7 @@ def train(
             sample = reader[index]
             tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             rows = torch.as_tensor(sample.loss_mask).nonzero().squeeze(-1)  # [n]
-            z = student(tokens[None]).logits[0, rows]  # [n, v]
+            z = student(tokens[None]).logits[0, rows, :vocab_size]  # [n, v]
             if teacher is None:
                 divergence, mass = from_rows(z, sample, rows, options)
                 masses.append(mass)

@@ -17,6 +17,7 @@ from megatron_kd.data.prepare.documents import (
     default_bos,
     load_tokenizer,
     tokenizer_hash,
+    vocabulary_hash,
 )
 from megatron_kd.data.prepare.packing import OVERLONG, DocumentSlice, assemble, best_fit, cut
 from megatron_kd.data.prepare.records import FIELDS, read_records
@@ -124,6 +125,7 @@ def prepare(
                 "packing": options.packing,
                 "vocab_size": maker.vocab_size,
                 "tokenizer": tokenizer_hash(tokenizer),
+                "vocabulary": vocabulary_hash(tokenizer),
                 "template": None if maker.chat is None else maker.chat.fingerprint,
                 "bos": bos,
                 "eos": eos,

@@ -6,6 +6,7 @@ before it to predict from, and only naive packing gives its first token a predec
 
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class DocumentTokenizer:
 
     def __init__(self, tokenizer, *, bos: str | None, eos: str | None, chat: ChatRules):
         self.tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = vocabulary_size(tokenizer)
         self._before = self._ids("bos", bos)
         self._after = self._ids("eos", eos)
         self._chat_rules = chat
@@ -182,6 +183,25 @@ def default_bos(tokenizer) -> str | None:
     return (
         tokenizer.bos_token if bos is not None and tokenizer("a").input_ids[:1] == [bos] else None
     )
+
+
+def vocabulary_size(tokenizer) -> int:
+    """The largest id of a fast tokenizer plus one, which is more than it has tokens where ids are
+    left out between them.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def vocabulary_hash(tokenizer) -> str:
+    """SHA-256 over which token each id stands for and, of BPE, the merges.
+
+    Two models that agree in it mean the same by an id, whatever else their tokenizers add: another
+    chat template, other roles of special tokens, other normalization of text.
+    """
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges") or []
+    # A merge is a pair, or in older files its two parts with a space between.
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    return sha256_json({"vocabulary": tokenizer.get_vocab(), "merges": pairs})
 
 
 def tokenizer_hash(tokenizer) -> str:

@@ -5,6 +5,7 @@ A mismatch would train on the wrong rows without an error; here it is one senten
 
 from megatron_kd.config import DistillConfig
 from megatron_kd.data.document_layout import DocumentLayout
+from megatron_kd.models.fingerprint import vocabulary_of
 from megatron_kd.typed_mapping import ConfigError
 
 
@@ -21,6 +22,7 @@ def check_data(config: DistillConfig, container) -> None:
     train = container.dataset.open("train")
     if container.dataset.evaluation_samples:
         container.dataset.open("validation")
+    _check_tokenizers(config, container)
     _check_vocabulary(config, train, container.model.vocab_size)
     if container.dataset.documents_apart:
         _check_documents(train, container)
@@ -37,17 +39,57 @@ def check_data(config: DistillConfig, container) -> None:
 def _check_vocabulary(config: DistillConfig, source, student_vocab: int) -> None:
     vocab = source.manifest["vocab_size"]
     if config.mode == "offline" and vocab != student_vocab:
-        raise ConfigError(
-            f"the cache at {config.cache.sources()[0][0]} was captured over {vocab} ids, but the "
-            f"student has a vocabulary of {student_vocab}. If the larger one only has padding "
-            f"rows, capture again with --vocab-size {min(vocab, student_vocab)}, which masks them; "
-            "with different tokenizers distillation by logits is not defined"
-        )
+        _check_padding_rows(config, vocab, student_vocab)
     if config.mode == "online" and vocab > student_vocab:
         raise ConfigError(
             f"the data at {config.data.path} was prepared with a tokenizer of {vocab} ids, more "
             f"than the student's vocabulary of {student_vocab}: prepare it again with the "
             "student's tokenizer"
+        )
+
+
+def _check_padding_rows(config: DistillConfig, vocab: int, student_vocab: int) -> None:
+    """A cache may know fewer ids than the student has output rows where no token has the others."""
+    cache, student = config.cache.sources()[0][0], config.student.hf_path
+    if vocab > student_vocab:
+        raise ConfigError(
+            f"the cache at {cache} was captured over {vocab} ids, but the student has "
+            f"{student_vocab} output rows. If the teacher's rows from {student_vocab} on are "
+            f"padding, capture again with --vocab-size {student_vocab}, which masks them; with "
+            "different tokenizers distillation by logits is not defined"
+        )
+    own = vocabulary_of(student)
+    if own is None:
+        raise ConfigError(
+            f"the cache at {cache} was captured over {vocab} ids, and the student {student} has "
+            f"{student_vocab} output rows but no tokenizer that shows whether those from {vocab} "
+            "on are padding: put the tokenizer's files into its directory"
+        )
+    if own.size > vocab:
+        raise ConfigError(
+            f"the student's tokenizer has tokens up to id {own.size - 1}, but the cache at {cache} "
+            f"was captured over {vocab} ids: capture again without --vocab-size, from data "
+            "prepared with the student's tokenizer"
+        )
+
+
+def _check_tokenizers(config: DistillConfig, container) -> None:
+    """The data, the student and a resident teacher mean the same token by an id."""
+    models = {"student": config.student.hf_path}
+    if config.mode == "online":
+        models["teacher"] = config.teacher.hf_path
+    known = {f"the {role} {path}": vocabulary_of(path) for role, path in models.items()}
+    hashes = {name: own.hash for name, own in known.items() if own is not None}
+    if container.dataset.vocabulary() is not None:
+        first = config.data.path or config.cache.sources()[0][0]
+        hashes[f"the data of {first}"] = container.dataset.vocabulary()
+    if len(set(hashes.values())) > 1:
+        raise ConfigError(
+            "the vocabularies differ between "
+            + ", ".join(f"{name} ({value[:12]})" for name, value in hashes.items())
+            + ": an id stands for another token in each, so distillation by logits is not defined. "
+            "Choose a student and a teacher with one tokenizer and prepare the data with it; if "
+            "their ids do mean the same, put the tokenizer of the data into the model's directory"
         )
 
 

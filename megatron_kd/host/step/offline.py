@@ -121,7 +121,8 @@ def attach_when_built(config: DistillConfig, container, weights: hidden_states.L
         partial(
             _attach,
             config=config.loss,
-            vocab_size=container.model.vocab_size,
+            # Ids that the cache does not know are padding rows of the student (`checks.data`).
+            vocab_size=container.dataset.open("train").manifest["vocab_size"],
             weights=weights,
             divergences=config.divergences() if config.cache.differ else (),
             teacher_width=width,

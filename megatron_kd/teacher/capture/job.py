@@ -90,11 +90,7 @@ def resolve(job: CaptureJob) -> ResolvedJob:
     with explained_absence(job.engine):
         described = engine.describe(job.teacher, options)
     vocab_size = job.vocab_size or data["vocab_size"]
-    if described.output_rows is not None and described.output_rows < vocab_size:
-        raise EngineError(
-            f"{job.teacher} has {described.output_rows} output rows, fewer than the vocabulary "
-            f"size {vocab_size}: this is not the teacher the data was tokenised for"
-        )
+    _check_output_rows(job, described, vocab_size, reader)
     if described.tokenizer is not None and described.tokenizer != data["tokenizer"]:
         raise EngineError(
             f"{job.teacher} has another tokenizer than the one {job.data} was prepared with, so "
@@ -135,7 +131,9 @@ def resolve(job: CaptureJob) -> ResolvedJob:
         sampling=sampling,
         template=data.get("template"),
         packing=data["packing"],
-        data={"fingerprint": data["fingerprint"], "seq_length": data["seq_length"]},
+        data={
+            name: data[name] for name in ("fingerprint", "seq_length", "vocabulary") if name in data
+        },
         temperatures=job.temperatures,
         hidden_size=described.hidden_size if job.hidden_dtype else 0,
         hidden_dtype=job.hidden_dtype or "float16",
@@ -145,6 +143,23 @@ def resolve(job: CaptureJob) -> ResolvedJob:
     positions = np.array([int(np.sum(reader[i].loss_mask)) for i in range(len(reader))], np.int64)
     plan = plan_shards(positions, job.shard_positions)
     return ResolvedJob(job, reader, options, described, request, spec, plan, positions)
+
+
+def _check_output_rows(job, described, vocab_size: int, reader: SequenceReader) -> None:
+    rows = described.output_rows
+    if rows is None or rows >= vocab_size:
+        return
+    highest = max(int(reader[i].tokens.max()) for i in range(len(reader)))
+    if highest >= rows:
+        raise EngineError(
+            f"{job.teacher} has {rows} output rows, but the data holds token {highest}: this is "
+            "not the teacher the data was tokenised for"
+        )
+    raise EngineError(
+        f"{job.teacher} has {rows} output rows, fewer than the {vocab_size} ids of the tokenizer. "
+        f"The data uses none from {rows} on, so capture with --vocab-size {rows}; the student "
+        "needs as many output rows"
+    )
 
 
 def as_begun(resolved: ResolvedJob, earlier: CaptureJob, begun: CacheSpec) -> ResolvedJob:

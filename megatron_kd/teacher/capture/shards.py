@@ -26,6 +26,8 @@ from megatron_kd.teacher.capture.workers import Worker
 from megatron_kd.teacher.engines import engine_class, explained_absence
 from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
 
+_UNTOLD_BEYOND = 1e-3
+"""Mass on padding rows that is not worth a line: a trained teacher leaves far less there."""
 _TELLING_TOPK = 20
 """With fewer candidates a good teacher may miss many next tokens."""
 
@@ -143,14 +145,21 @@ class _Engines:
     """Loads the teacher when its first row is asked for, and keeps it for the next split."""
 
     def __init__(self):
-        self._key = self._engine = None
+        self._key = self._engine = self._request = None
 
     def __enter__(self) -> "_Engines":
         return self
 
     def __exit__(self, *exc_info) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self._engine is None:
+            return
+        self._engine.close()
+        if self._request.beyond.largest > _UNTOLD_BEYOND:
+            print(
+                f"ids from {self._request.vocab_size} on, which no token has, get "
+                f"{self._request.beyond}; the rows are normalized without them",
+                file=sys.stderr,
+            )
 
     def of(self, resolved: ResolvedJob) -> TeacherEngine:
         """The engine of a job."""
@@ -161,7 +170,7 @@ class _Engines:
             engine = engine_class(job.engine)
             with explained_absence(job.engine):
                 self._engine = engine(job.teacher, resolved.request, resolved.options)
-            self._key = key
+            self._key, self._request = key, resolved.request
         return self._engine
 
 

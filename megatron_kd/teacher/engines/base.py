@@ -28,6 +28,43 @@ class EngineUnavailable(OSError):
     on."""
 
 
+MOST_BEYOND = 0.5
+"""Share of a distribution beyond the vocabulary that is more than untrained padding rows take."""
+
+
+class MassBeyond:
+    """How much of its probability a teacher gives to ids that no token has. What is kept of a row
+    is normalized without it.
+    """
+
+    def __init__(self):
+        self.rows, self.total, self.largest = 0, 0.0, 0.0
+
+    def add(self, shares: np.ndarray, vocab_size: int) -> None:
+        """Count rows.
+
+        Args:
+            shares: [r], the mass from vocab_size on, of 1.
+
+        Raises:
+            EngineError: More than half of a row's mass.
+        """
+        self.rows += len(shares)
+        self.total += float(shares.sum())
+        self.largest = max(self.largest, float(shares.max(initial=0.0)))
+        if self.largest > MOST_BEYOND:
+            raise EngineError(
+                f"the teacher gives {self.largest:.3f} of its probability at one position to ids "
+                f"from {vocab_size} on, which no token of the data has, so a cached row would hold "
+                "only the rest. Prepare the data with the teacher's own tokenizer, and capture "
+                "without --vocab-size"
+            )
+
+    def __str__(self) -> str:
+        mean = self.total / max(1, self.rows)
+        return f"{mean:.2e} of the teacher's probability, at most {self.largest:.2e} at a position"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowRequest:
     """What to keep of each distribution. Refused here when it makes no sense for any teacher."""
@@ -51,6 +88,8 @@ class RowRequest:
     exact in training."""
     hidden: bool = False
     """Also return the hidden states that the output layer reads."""
+    beyond: MassBeyond = field(default_factory=MassBeyond, compare=False, repr=False)
+    """What engines find beyond the vocabulary; servers that list candidates cannot know it."""
 
     def __post_init__(self) -> None:
         if self.topk < 1 or self.topk > self.vocab_size:

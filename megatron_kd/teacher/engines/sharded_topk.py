@@ -27,10 +27,10 @@ def select_sharded(
 
     Returns:
         The same on every rank: ids [r, k] int32, log-probabilities [r, k] fp32, normalizers per
-        temperature [r] fp32.
+        temperature [r] fp32. The mass beyond the vocabulary is counted in `request.beyond`.
     """
     width = min(max(request.vocab_size - first_id, 0), logits.shape[-1])
-    logits = logits[:, :width].float()  # columns beyond are padding rows
+    logits, padding = logits[:, :width].float(), logits[:, width:].float()
     lowest = logits.new_full(logits.shape[:1], -torch.inf)
     top = logits.amax(-1) if width else lowest
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -39,6 +39,10 @@ def select_sharded(
     if not bool(torch.isfinite(total).all()):
         raise EngineError("the teacher's logits hold NaN or infinity; try --dtype float32")
     logprobs = logits - (top + total.log())[:, None]  # [r, width]
+    # Relative to what is kept; a rank without padding rows adds nothing.
+    beyond = (padding - (top + total.log())[:, None]).exp().sum(-1)
+    dist.all_reduce(beyond, group=group)
+    request.beyond.add((beyond / (1 + beyond)).nan_to_num(1.0).cpu().numpy(), request.vocab_size)
     log_z = {
         tau: torch.logsumexp(_gathered(torch.logsumexp(logprobs / tau, -1)[:, None], group), -1)
         for tau in request.temperatures

@@ -65,8 +65,8 @@ def select(
     """Keeps what `request` asks of each row of logits.
 
     Args:
-        logits: [r, ≥ vocab_size] of any float dtype; columns from vocab_size on are padding and
-            ignored.
+        logits: [r, ≥ vocab_size] of any float dtype; columns from vocab_size on are padding: their
+            mass is counted in `request.beyond`, and nothing of it is kept.
         uniforms: [r, k] float64 in [0, 1), needed with sampling "random": one number per draw.
 
     Returns:
@@ -75,7 +75,8 @@ def select(
         normalizer log Σ_v exp(log p_v / τ), [r] fp32.
 
     Raises:
-        EngineError: the logits are narrower than vocab_size, or hold NaN.
+        EngineError: the logits are narrower than vocab_size, hold NaN, or have most of a row's
+            mass beyond.
     """
     if logits.shape[-1] < request.vocab_size:
         raise EngineError(
@@ -88,6 +89,11 @@ def select(
             "the teacher's logits hold NaN or infinity: a dtype it was not trained in (try "
             "--dtype bfloat16 or float32), or damaged weights"
         )
+    if logits.shape[-1] > request.vocab_size:
+        normalizer = logits[:, : request.vocab_size].amax(-1).float() - logprobs.amax(-1)  # [r]
+        padding = logits[:, request.vocab_size :].float().logsumexp(-1)
+        beyond = torch.sigmoid(padding - normalizer)
+        request.beyond.add(beyond.cpu().numpy(), request.vocab_size)
     log_z = {tau: torch.logsumexp(logprobs / tau, -1) for tau in request.temperatures}
     if request.sampling == "random":
         ids, kept = _draw(logprobs, request.topk, uniforms)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheSpec
 from megatron_kd.data.prepare.chat import ChatRules
-from megatron_kd.data.prepare.documents import load_tokenizer, tokenizer_hash
+from megatron_kd.data.prepare.documents import load_tokenizer, tokenizer_hash, vocabulary_size
 from megatron_kd.data.prepare.prompts import PromptText, PromptTokenizer
 from megatron_kd.data.prepare.records import read_records
 from megatron_kd.data.prepare.split import validation_documents
@@ -141,17 +141,17 @@ def resolve(job: GenerateJob, report: Callable[[str], None]) -> ResolvedGenerati
     if job.rows is not None:
         request = RowRequest(
             topk=job.rows.topk,
-            vocab_size=len(tokenizer),
+            vocab_size=vocabulary_size(tokenizer),
             top_p=job.rows.top_p,
             temperatures=job.rows.temperatures,
         )
     engine.refuse(job.sampling, request)
     with explained_absence(job.engine):
         described = engine.describe(job.model, options)
-    if described.output_rows is not None and described.output_rows < len(tokenizer):
+    if described.output_rows is not None and described.output_rows < vocabulary_size(tokenizer):
         raise EngineError(
             f"{job.model} has {described.output_rows} output rows, fewer than the vocabulary size "
-            f"{len(tokenizer)} of {job.tokenizer}: this is not the model of that tokenizer"
+            f"{vocabulary_size(tokenizer)} of {job.tokenizer}: this is not that tokenizer's model"
         )
     if described.tokenizer not in (None, tokenizer_hash(tokenizer)):
         raise EngineError(
@@ -164,7 +164,9 @@ def resolve(job: GenerateJob, report: Callable[[str], None]) -> ResolvedGenerati
     prompts = [prompts[number] for number in numbers]
     chat = prompt_tokenizer.chat
     ends = {tokenizer.eos_token_id, None if chat is None else chat.end_of_turn, *_ends(job.model)}
-    ends = tuple(sorted(end for end in ends if end is not None and end < len(tokenizer)))
+    ends = tuple(
+        sorted(end for end in ends if end is not None and end < vocabulary_size(tokenizer))
+    )
     spec = {
         "model": described.fingerprint,
         "license": described.license,
@@ -260,7 +262,7 @@ def _caches(job, spec, described, prompts, shards, tokenizer) -> dict[str, Cache
             f"{MAX_SAMPLE_SLOTS} slots a sample may have; lower --topk, or --max-new-tokens"
         )
     common = CacheSpec(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary_size(tokenizer),
         topk=rows.topk,
         teacher=described.fingerprint,
         tokenizer=spec["tokenizer"],

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_kd.cache.directory import CacheDirectory
 from megatron_kd.cache.writer import ShardWriter
+from megatron_kd.data.prepare.documents import vocabulary_size
 from megatron_kd.full_disk import explained_full_disk
 from megatron_kd.teacher.capture.progress import Progress
 from megatron_kd.teacher.capture.workers import Worker
@@ -66,7 +67,7 @@ def _make(resolved: ResolvedGeneration, directory, caches, todo: list[int], work
                 resolved.job.model,
                 resolved.job.sampling,
                 resolved.ends,
-                len(resolved.tokenizer),
+                vocabulary_size(resolved.tokenizer),
                 resolved.request,
                 resolved.options,
             )

@@ -79,11 +79,11 @@ def _tokenizers(config: DistillConfig, source) -> Iterator[Finding]:
     if len(set(present.values())) > 1:
         listed = ", ".join(f"{name} {value[:12]}" for name, value in present.items())
         yield Finding(
-            "fault",
+            "warning",
             "tokenizer",
-            f"they differ: {listed}",
-            "distillation by logits needs one tokenizer: prepare the data and choose the student "
-            "with the teacher's",
+            f"their ids stand for the same tokens, but they differ otherwise: {listed}",
+            "look at their special tokens and at how they split text; the data's is the one that "
+            "counts in training",
         )
     elif len(present) > 1:
         yield Finding("ok", "tokenizer", f"{', '.join(present)} are the same")

@@ -30,12 +30,26 @@ def test_bf16_logits_share_the_last_place():
 
 def test_padding_rows_have_no_mass():
     logits = torch.zeros(3, 40)
-    logits[:, 33:] = 50.0  # a padded output layer whose padding would win
-    ids, logprobs, log_z = select(logits, RowRequest(topk=4, vocab_size=33, temperatures=(2.0,)))
+    logits[1, 33:] = 1.2  # padding that would win
+    request = RowRequest(topk=4, vocab_size=33, temperatures=(2.0,))
+    ids, logprobs, log_z = select(logits, request)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     torch.testing.assert_close(logprobs.exp(), torch.full((3, 4), 1 / 33))
     # Σ_v exp(log p_v / 2) = 33 · 33^(-1/2)
     torch.testing.assert_close(log_z[2.0].exp(), torch.full((3,), 33**0.5))
+    beyond = logits.softmax(-1)[:, 33:].sum(-1)
+    assert request.beyond.rows == 3
+    assert request.beyond.largest == pytest.approx(float(beyond[1]), rel=1e-5)
+    assert request.beyond.total == pytest.approx(float(beyond.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_lies_mostly_beyond_the_vocabulary_is_refused(dtype):
+    logits = torch.zeros(3, 40, dtype=dtype)
+    logits[2, 35] = 5.0  # 0.79 of the row
+    request = RowRequest(topk=4, vocab_size=35)
+    with pytest.raises(EngineError, match=r"0\.8\d\d of its probability .* from 35 on"):
+        select(logits, request)
 
 
 def test_normalizer_at_a_temperature_gives_that_distribution():
