@@ -53,20 +53,32 @@ def held_out_scores(
     """Scores of every student, by its directory; all models are in memory at once.
 
     Args:
-        teacher, students: Hugging Face directories of causal language models with one vocabulary.
-            The teacher may be among the students.
+        teacher, students: Hugging Face directories of causal language models of one tokenizer,
+            whose padding rows do not count. The teacher may be among the students.
         sequences: Prepared sequences, by index. Block-packed documents are read one by one, as
             they were captured and trained.
         limit: Read only this many, evenly spaced.
 
     Raises:
-        ValueError: A student has another vocabulary than the teacher, or nothing is supervised.
+        ValueError: A model has fewer output rows than the tokenizer ids, or nothing is supervised.
     """
     import torch  # slow to import, as transformers is: not for --help
     from transformers import AutoModelForCausalLM
 
+    vocab_size = sequences.manifest["vocab_size"]
+
     def load(directory):
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        rows = model.config.get_text_config().vocab_size
+        if rows < vocab_size:
+            raise ValueError(
+                f"{directory} has {rows} output rows, fewer than the {vocab_size} ids of the "
+                "tokenizer that the sequences were prepared with: compare models of that tokenizer"
+            )
+        return model
+
+    def log_softmax(model, inputs, kept):
+        return torch.log_softmax(model(inputs).logits[0, :-1, :vocab_size][kept], -1)
 
     reference = load(teacher)
     models = {name: reference if name == teacher else load(name) for name in students}
@@ -74,16 +86,10 @@ def held_out_scores(
     with torch.no_grad():
         for inputs, kept in _texts(sequences, limit):
             following = inputs[0, 1:][kept]
-            log_p = torch.log_softmax(reference(inputs).logits[0, :-1][kept], -1)
+            log_p = log_softmax(reference, inputs, kept)
             tokens += len(following)
             for name, model in models.items():
-                logits = model(inputs).logits[0, :-1][kept]
-                if logits.shape != log_p.shape:
-                    raise ValueError(
-                        f"{name} has a vocabulary of {logits.shape[-1]}, the teacher of "
-                        f"{log_p.shape[-1]}; compare models with one vocabulary"
-                    )
-                log_q = torch.log_softmax(logits, -1)
+                log_q = log_softmax(model, inputs, kept)
                 first = log_q.argmax(-1)
                 total = totals[name]
                 total.kl += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()

@@ -61,11 +61,23 @@ def test_a_limit_reads_evenly_spaced_sequences(tmp_path, models):
         assert [got.kl, got.accuracy, got.agreement] == pytest.approx(want, abs=1e-5)
 
 
-def test_another_vocabulary_and_nothing_to_score_are_refused(tmp_path, models):
-    other = llama(tmp_path / "other", 5, vocab=VOCAB + 1)
+def test_padding_rows_do_not_count(tmp_path, models):
+    wide = llama(tmp_path / "wide", 5, vocab=VOCAB + 3)
+    model = LlamaForCausalLM.from_pretrained(wide)
+    model.resize_token_embeddings(VOCAB)
+    model.save_pretrained(tmp_path / "cut")
     mask = [True] * (len(TEXT) - 1) + [False]
     data = write_sequences(tmp_path / "data", "none", [(TEXT, mask, [0, len(TEXT)])])
-    with pytest.raises(ValueError, match="vocabulary of 41, the teacher of 40"):
+    got = held_out_scores(models["teacher"], [wide], SequenceReader(data))[wide]
+    want = expected(models["teacher"], tmp_path / "cut", [(TEXT, range(len(TEXT) - 1))])
+    assert [got.kl, got.accuracy, got.agreement] == pytest.approx(want, abs=1e-5)
+
+
+def test_another_vocabulary_and_nothing_to_score_are_refused(tmp_path, models):
+    other = llama(tmp_path / "other", 5, vocab=VOCAB - 1)
+    mask = [True] * (len(TEXT) - 1) + [False]
+    data = write_sequences(tmp_path / "data", "none", [(TEXT, mask, [0, len(TEXT)])])
+    with pytest.raises(ValueError, match="39 output rows, fewer than the 40 ids"):
         held_out_scores(models["teacher"], [other], SequenceReader(data))
     empty = write_sequences(tmp_path / "empty", "none", [(TEXT, [False] * 9, [0, len(TEXT)])])
     with pytest.raises(ValueError, match="no position of the sequences is supervised"):
