@@ -173,7 +173,7 @@ def answers(world):
         ("dataset", ["bridge.dataset is set from"]),
         ("batch", ["global_batch_size=6", "micro_batch_size 4"]),
         ("no iterations", ["bridge.train.train_iters must be set"]),
-        ("vocabulary", ["512 ids", "vocabulary of 500", "--vocab-size 500"]),
+        ("vocabulary", ["512 ids", "500 output rows", "--vocab-size 500"]),
         ("fewer entries", ["accepted"]),
         ("more entries", ["cache.topk=1000", "capture again with --topk 1000"]),
         ("fewer of a sample", ["sampled at random", "Remove cache.topk"]),

@@ -26,35 +26,45 @@ CASES = {
 }
 
 
-def logits_of(columns, levels):
+def logits_of(columns, levels, vocab_size):
+    """[ROWS, columns] in few levels, so that there are ties within and between shards; the padding
+    has about a quarter of each row's mass, as much of it as possible in one column.
+    """
     generator = torch.Generator().manual_seed(columns + levels)
     logits = torch.randn(ROWS, columns, generator=generator) * 3
-    logits[:, -5:] += 30.0  # padding must win if it is not masked
-    return (logits * levels).round() / levels  # few levels: ties within and between shards
+    logits[:, vocab_size:] = -30.0
+    if vocab_size < columns:
+        logits[:, -1] = logits[:, :vocab_size].logsumexp(-1) - 1.1
+    return (logits * levels).round() / levels
 
 
 def all_cases(rank):
     found = {}
     world = dist.get_world_size()
     for name, (columns, fields) in CASES.items():
-        request = RowRequest(**fields)
         for levels in (1, 1000):
+            request = RowRequest(**fields)
             part = columns // world
-            local = logits_of(columns, levels)[:, rank * part : (rank + 1) * part]
+            whole = logits_of(columns, levels, request.vocab_size)
+            local = whole[:, rank * part : (rank + 1) * part]
             uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
             got = select_sharded(local, rank * part, request, uniforms, dist.group.WORLD)
-            found[name, levels] = got
+            found[name, levels] = *got, request.beyond
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_the_whole_vocabulary(world):
     ranks = run_ranks(world, all_cases)
-    for (name, levels), (ids, logprobs, log_z) in ranks[0].items():
+    for (name, levels), (ids, logprobs, log_z, beyond) in ranks[0].items():
         columns, fields = CASES[name]
         request = RowRequest(**fields)
         uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
-        want_ids, want_logprobs, want_z = select(logits_of(columns, levels), request, uniforms)
+        whole = logits_of(columns, levels, request.vocab_size)
+        want_ids, want_logprobs, want_z = select(whole, request, uniforms)
+        assert beyond.largest == pytest.approx(request.beyond.largest, rel=1e-5)
+        assert beyond.total == pytest.approx(request.beyond.total, rel=1e-5)
+        assert (beyond.largest > 0.1) == (request.vocab_size < columns)
         assert ids.tolist() == want_ids.tolist(), (name, levels)
         torch.testing.assert_close(logprobs, want_logprobs, atol=1e-5, rtol=0)
         assert log_z.keys() == want_z.keys()
@@ -69,7 +79,7 @@ def draws_at_the_edge(rank):
     """Draws so near to 1 that they may round to the end of the distribution function."""
     request = RowRequest(topk=8, vocab_size=20, sampling="random")
     uniforms = np.full((ROWS, 8), np.nextafter(1.0, 0.0))
-    whole = logits_of(96, 1000)
+    whole = logits_of(96, 1000, 20)
     local = whole[:, rank * 32 : (rank + 1) * 32]
     got = select_sharded(local, rank * 32, request, uniforms, dist.group.WORLD)
     return got[0], got[1], *select(whole, request, uniforms)[:2]
