@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from megatron_kd.losses.constants import NAN, where
 from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.kernels import full_gradient_, full_sums, max_and_sums
 from megatron_kd.losses.logit_transform import LogitTransform, transformed
@@ -120,7 +121,7 @@ class FullChunk:
             sums, teacher_sums = packed[: len(self.taus)], packed[len(self.taus) : -1]
         if self.labels is not None:
             beyond = self.labels >= self.loss.shard.vocab_size
-            z_y = torch.where(beyond, float("nan"), z_y)
+            z_y = where(~beyond, z_y, NAN)
         log_sums, teacher_log_sum = sums.log(), teacher_sums[0].log()
         student, teacher = (m, log_sums[0]), (teacher_m, teacher_log_sum)
         totals = full_sums(
@@ -142,7 +143,7 @@ class FullChunk:
             return torch.zeros_like(m)
         is_local, index = self.loss.shard.locate(self.labels)
         found = z.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(m.dtype)
-        return torch.where(is_local, transformed(found, self.loss.transforms[0]), 0.0)
+        return where(is_local, transformed(found, self.loss.transforms[0]), 0.0)
 
     def cut_again_(self, z: torch.Tensor) -> None:
         """Nothing is cut out of logits that are compared over the whole vocabulary."""
@@ -156,7 +157,7 @@ class FullChunk:
         unmixed = lm_loss = None
         if self.labels is not None:
             lm_loss = reading.m + reading.log_sums[:, -1] - reading.z_y
-            lm_loss = torch.where(self.labels >= 0, lm_loss, 0.0)
+            lm_loss = where(self.labels >= 0, lm_loss, 0.0)
             if divergence.ce_weight:
                 unmixed = loss
                 loss = (1 - divergence.ce_weight) * loss + divergence.ce_weight * lm_loss
@@ -174,7 +175,7 @@ class FullChunk:
             kd = kd * divergence.temperature**2
         ce = None
         if divergence.ce_weight:
-            ce = torch.where(self.labels >= 0, upstream * divergence.ce_weight, 0.0)
+            ce = where(self.labels >= 0, upstream * divergence.ce_weight, 0.0)
         log_sums = reading.log_sums.T
         student = (reading.m, log_sums[0], log_sums[-1])
         teacher = (reading.teacher_m, reading.teacher_log_sum)

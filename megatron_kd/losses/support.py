@@ -1,7 +1,7 @@
 """Both models on the teacher's support and off it, at the loss's temperature: what objectives read.
 
-A common shift of z_S and log R changes nothing. Autograd differentiates; nothing here knows about
-the vocabulary, shards or chunks. See `megatron_kd.losses.objectives` for the symbols.
+Both are shifted alike, by the row's largest logit. Autograd differentiates; nothing here knows
+about the vocabulary, shards or chunks. See `megatron_kd.losses.objectives` for the symbols.
 
 n rows of a chunk, k support.
 """
@@ -10,6 +10,7 @@ import logging
 
 import torch
 
+from megatron_kd.losses.constants import where
 from megatron_kd.losses.divergence import Divergence
 from megatron_kd.losses.kernels import NEG_INF
 from megatron_kd.losses.objectives import Objective, StudentProbabilities, TeacherProbabilities
@@ -20,28 +21,32 @@ _warned: set[str] = set()
 
 
 def teacher_probabilities(
-    ids: torch.Tensor,
+    keep: torch.Tensor,
     logprobs: torch.Tensor,
     log_z_tau: torch.Tensor | None,
     divergence: Divergence,
     dtype: torch.dtype,
 ) -> TeacherProbabilities:
-    """The target [n, k] at the loss's temperature; in fp64, as 1 - mass may be 1e-7."""
+    """The target [n, k] at the loss's temperature; keep [n, k] says which slots are used.
+
+    In fp64 at first, as 1 - mass may be 1e-7 and a mass 1e-60; as it stands where it only enters a
+    sum.
+    """
     tau = divergence.temperature
-    keep = (ids >= 0) & (logprobs != NEG_INF)
-    log_p = torch.where(keep, logprobs.double(), NEG_INF)
+    exact = dtype if divergence.tail == "none" and tau == 1 else torch.float64
+    log_p = where(keep, logprobs.to(exact), NEG_INF)
     if tau != 1 and log_z_tau is not None:
-        log_p = log_p / tau - log_z_tau.double().unsqueeze(-1)
+        log_p = log_p / tau - log_z_tau.to(exact).unsqueeze(-1)
     elif tau != 1:
         log_p = _tempered_on_support(log_p, tau)
     p = log_p.exp()
     mass = p.sum(-1)
-    rest = (1 - mass).clamp(min=0)
+    total = mass
     if divergence.tail == "renormalize":
-        share = mass.clamp(min=torch.finfo(torch.float64).tiny)
-        log_p, p, rest = log_p - share.log().unsqueeze(-1), p / share.unsqueeze(-1), mass * 0
-    log_p = torch.where(keep, log_p, 0.0)
-    return TeacherProbabilities(keep, log_p.to(dtype), p.to(dtype), rest.to(dtype), mass.to(dtype))
+        share = mass.clamp(min=torch.finfo(exact).tiny)
+        log_p, p, total = log_p - share.log().unsqueeze(-1), p / share.unsqueeze(-1), None
+    log_p = where(keep, log_p, 0.0)
+    return TeacherProbabilities(keep, log_p.to(dtype), p.to(dtype), mass.to(dtype), total)
 
 
 def _tempered_on_support(log_p: torch.Tensor, tau: float) -> torch.Tensor:
@@ -62,29 +67,25 @@ def _tempered_on_support(log_p: torch.Tensor, tau: float) -> torch.Tensor:
 
 
 def log_normalizer(z_s: torch.Tensor, log_r: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """log Z [n]; exact for any common shift, and differentiable where R or the support is empty."""
-    masked = torch.where(keep, z_s, NEG_INF)
-    shift = torch.maximum(masked.amax(-1), log_r).detach()
-    shift = torch.where(shift == NEG_INF, 0.0, shift)
-    total = (masked - shift.unsqueeze(-1)).exp().sum(-1) + (log_r - shift).exp()
-    return shift + total.log()
+    """log Z [n] of z_s [n, k] and log_r [n], shifted as `student_probabilities` wants them."""
+    return ((z_s.exp() * keep).sum(-1) + log_r.exp()).log()
 
 
 def student_probabilities(
     z_s: torch.Tensor, log_r: torch.Tensor, keep: torch.Tensor
 ) -> StudentProbabilities:
-    """z_s [n, k] and log_r [n], both divided by the temperature and shifted alike."""
-    log_z = log_normalizer(z_s, log_r, keep)
-    log_q = torch.where(keep, z_s - log_z.unsqueeze(-1), 0.0)
-    has_rest = log_r > NEG_INF
-    log_rest = torch.where(has_rest, torch.where(has_rest, log_r, 0.0) - log_z, 0.0)
-    return StudentProbabilities(
-        log_q,
-        torch.where(keep, log_q.exp(), 0.0),
-        log_rest,
-        torch.where(has_rest, log_rest.exp(), 0.0),
-        has_rest,
-    )
+    """z_s [n, k] and log_r [n], both divided by the temperature.
+
+    Both are relative to the row's largest logit, on the support or off it (`Reading`): so no
+    exponential overflows, also of what an unused slot holds, and Z is at least 1.
+    """
+    on_support = z_s.exp() * keep
+    share = on_support.sum(-1)
+    off_support = log_r.exp()
+    total = share + off_support
+    log_z = total.log()
+    log_q = (z_s - log_z.unsqueeze(-1)) * keep
+    return StudentProbabilities(log_q, log_z, log_r, on_support, off_support, share, total)
 
 
 def divergence_on_support(
@@ -103,20 +104,9 @@ def divergence_on_support(
         objective: The unit of divergence.objective.
         divergence: The options of the loss.
     """
-    student = student_probabilities(z_s / divergence.temperature, log_r, teacher.keep)
+    tau = divergence.temperature
+    student = student_probabilities(z_s if tau == 1 else z_s / tau, log_r, teacher.keep)
     loss = objective.on_support(student, teacher, divergence)
     if divergence.temperature_squared:
         loss = loss * divergence.temperature**2
     return loss, student
-
-
-def cross_entropy(
-    z_s: torch.Tensor,
-    log_r: torch.Tensor,
-    z_y: torch.Tensor,
-    keep: torch.Tensor,
-    labels: torch.Tensor,
-) -> torch.Tensor:
-    """[n] nats at temperature 1; 0 where the label is negative (ignored)."""
-    log_z = log_normalizer(z_s, log_r, keep)
-    return torch.where(labels >= 0, log_z - z_y, 0.0)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_kd.losses.constants import where
 from megatron_kd.losses.divergence import Divergence, objective_unit
 from megatron_kd.losses.kernels import keeps_exponentials
 from megatron_kd.losses.logit_transform import LogitTransform
 from megatron_kd.losses.objectives import Objective
 from megatron_kd.losses.positions import Positions
 from megatron_kd.losses.support import (
-    cross_entropy,
     divergence_on_support,
+    log_normalizer,
     teacher_probabilities,
 )
 from megatron_kd.losses.target import KDMetrics, TopKTarget
@@ -103,8 +104,8 @@ class TopKChunk:
         self.loss = loss
         self.ids, self.logprobs = take(loss.ids), take(loss.logprobs)
         self.log_z_tau, self.labels = take(loss.log_z_tau), take(loss.labels)
-        keep = (self.ids >= 0) & (self.logprobs != float("-inf"))
-        self.columns = columns_of(self.ids, self.labels, keep, loss.shard)
+        self.keep = (self.ids >= 0) & (self.logprobs != float("-inf"))
+        self.columns = columns_of(self.ids, self.labels, self.keep, loss.shard)
         # Set where `read_` left z as exponentials: [n], see `read_exponentials_`.
         self.exponentials_scale: torch.Tensor | None = None
         # Set where the support is cut out of z, if there is a transform: [n, k (+ 1)].
@@ -130,22 +131,37 @@ class TopKChunk:
 
     def evaluate(self, reading: Reading) -> tuple[torch.Tensor, KDMetrics]:
         """loss [n], and what is reported, [n] each: no divergence where that is the loss itself."""
-        return self._evaluate(reading.gathered, reading.log_r)
+        k = self.columns.support
+        label = None if self.labels is None else reading.gathered[:, k]
+        return self._evaluate(reading.gathered[:, :k], label, reading.log_r.unbind(-1))
 
     def differentiate_(
         self, z: torch.Tensor, reading: Reading, upstream: torch.Tensor
     ) -> tuple[torch.Tensor, KDMetrics]:
         """Like `evaluate`; besides, z [n, vp] becomes its gradient under upstream [n]."""
+        k, mixes = self.columns.support, bool(self.loss.divergence.ce_weight)
+        support, *log_r = (
+            x.detach().requires_grad_()
+            for x in (reading.gathered[:, :k], *reading.log_r.unbind(-1))
+        )
+        label = None if self.labels is None else reading.gathered[:, k].detach()
+        leaves = [support, *log_r]
+        if mixes:
+            leaves.append(label.requires_grad_())
         with torch.enable_grad():
-            gathered = reading.gathered.detach().requires_grad_()
-            log_r = reading.log_r.detach().requires_grad_()
-            loss, extras = self._evaluate(gathered, log_r)
-            pulled = torch.autograd.grad(loss, (gathered, log_r), upstream.to(loss.dtype))
+            loss, extras = self._evaluate(support, label, log_r)
+        # The second log R is for the cross-entropy alone, which may have no share in the loss.
+        d_support, *rest = torch.autograd.grad(
+            loss, leaves, upstream.to(loss.dtype), materialize_grads=True, allow_unused=True
+        )
+        d_log_r, d_label = (rest[:-1], rest[-1]) if mixes else (rest, None)
         write_gradient_(
             z,
             reading,
             self.columns,
-            *pulled,
+            d_support,
+            d_label,
+            d_log_r,
             self.loss.inverse_taus,
             self.exponentials_scale,
             self.loss.transform,
@@ -154,23 +170,25 @@ class TopKChunk:
         return loss.detach(), extras
 
     def _evaluate(
-        self, gathered: torch.Tensor, log_r: torch.Tensor
+        self, z_s: torch.Tensor, z_y: torch.Tensor | None, log_r: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, KDMetrics]:
-        divergence, k = self.loss.divergence, self.columns.support
-        z_s = gathered[:, :k]
+        """z_s [n, k], z_y [n] or None, log_r [n] for each temperature, shifted alike."""
+        divergence = self.loss.divergence
         teacher = teacher_probabilities(
-            self.ids, self.logprobs, self.log_z_tau, divergence, gathered.dtype
+            self.keep, self.logprobs, self.log_z_tau, divergence, z_s.dtype
         )
         loss, student = divergence_on_support(
-            z_s, log_r[:, 0], teacher, self.loss.objective, divergence
+            z_s, log_r[0], teacher, self.loss.objective, divergence
         )
         unmixed = lm_loss = None
         if self.labels is not None:
-            lm_loss = cross_entropy(z_s, log_r[:, -1], gathered[:, k], teacher.keep, self.labels)
+            at_one = divergence.temperature == 1
+            log_z = student.log_z if at_one else log_normalizer(z_s, log_r[-1], teacher.keep)
+            lm_loss = where(self.labels >= 0, log_z - z_y, 0.0)
             if divergence.ce_weight:
                 unmixed = loss
                 loss = (1 - divergence.ce_weight) * loss + divergence.ce_weight * lm_loss
-        return loss, KDMetrics(unmixed, lm_loss, student.q.sum(-1), teacher.mass)
+        return loss, KDMetrics(unmixed, lm_loss, student.mass, teacher.mass)
 
 
 def inverse_temperatures(divergence: Divergence, labels: torch.Tensor | None) -> tuple[float, ...]:

@@ -8,12 +8,14 @@ gradient by the number of ranks.
 n rows of a chunk, k columns asked for, vp = v/tp this rank's vocabulary, t temperatures.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_kd.losses.constants import NAN, row_numbers, where
 from megatron_kd.losses.kernels import (
     FARTHEST_NATS,
     NEG_INF,
@@ -67,7 +69,8 @@ class VocabShard:
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of these global ids are on this rank, and their columns here (0 for others)."""
         is_local = (ids >= self.vocab_start_index) & (ids < self.vocab_end_index)
-        return is_local, torch.where(is_local, ids - self.vocab_start_index, 0).long()
+        first = self.vocab_start_index
+        return is_local, where(is_local, ids - first if first else ids, 0).long()
 
     def check_ids(self, name: str, ids: torch.Tensor) -> None:
         """Refuse foreign ids where looking costs no synchronisation; elsewhere they become NaN."""
@@ -86,6 +89,8 @@ class Columns:
     index: torch.Tensor  # [n, k (+ 1)] int64, 0 where not on this rank
     is_local: torch.Tensor  # [n, k (+ 1)] bool: on this rank
     is_beyond: torch.Tensor  # [n, k (+ 1)] bool: beyond the vocabulary
+    is_first: torch.Tensor  # [n, k] bool: column 0 of this rank
+    has_first: torch.Tensor  # [n, 1] bool: column 0 is on the support
     support: int  # k
 
     def slopes(self, z: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor | None:
@@ -99,41 +104,53 @@ def columns_of(
     ids: torch.Tensor, labels: torch.Tensor | None, keep: torch.Tensor, shard: VocabShard
 ) -> Columns:
     """The columns of ids [n, k] where keep [n, k] says the slot is used, and of labels [n]."""
-    ids = torch.where(keep, ids, -1)
-    wanted = ids if labels is None else torch.cat([ids, labels.unsqueeze(-1).to(ids.dtype)], -1)
+    ids = where(keep, ids, -1)
+    wanted = ids if labels is None else torch.cat([ids, labels.unsqueeze(-1)], -1)
     is_local, index = shard.locate(wanted)
-    return Columns(index, is_local, wanted >= shard.vocab_size, ids.shape[-1])
+    is_first = ids == shard.vocab_start_index
+    has_first = is_first.any(-1, keepdim=True)
+    is_beyond = wanted >= shard.vocab_size
+    return Columns(index, is_local, is_beyond, is_first, has_first, ids.shape[-1])
 
 
 class Reading(NamedTuple):
     """What a head hands to the objectives, and what the gradient pass needs."""
 
-    gathered: torch.Tensor  # [n, k (+ 1)] logits minus the row's top; unused slots hold some number
+    gathered: torch.Tensor  # [n, k (+ 1)] logits minus the row's top, ≤ 0 also in unused slots
     log_r: torch.Tensor  # [n, t] log R minus top / tau
-    m: torch.Tensor  # [n] largest logit off the support, over all shards (0 where there is none)
+    m: torch.Tensor  # [n] largest logit off the support, over all shards; finite if there is none
     log_sums: torch.Tensor  # [n, t] log sum exp((z - m) / tau), off the support
 
 
 def cut_(z: torch.Tensor, columns: Columns) -> None:
     """Scatter -inf over this shard's part of the support."""
-    support = columns.index[:, : columns.support]
-    _write_support_(z, columns, torch.full_like(support, NEG_INF, dtype=z.dtype))
+    if z.shape[-1]:
+        _cut_(z, columns, z.gather(-1, columns.index[:, : columns.support]))
+
+
+def _cut_(z: torch.Tensor, columns: Columns, found: torch.Tensor) -> None:
+    """found [n, k]: what z holds at the columns of the support.
+
+    A slot of another rank points at column 0, and writes there what it found, or -inf where another
+    slot cuts that column. Neither scatter_ nor scatter_add_: on CPUs they make an fp32 copy of all
+    of a 16-bit z, and adding takes atomics on GPUs.
+    """
+    k = columns.support
+    stays = ~(columns.is_local[:, :k] | columns.has_first)
+    z.index_put_((row_numbers(z), columns.index[:, :k]), where(stays, found, NEG_INF))
 
 
 def _write_support_(z: torch.Tensor, columns: Columns, values: torch.Tensor) -> None:
-    """z [n, vp] becomes values [n, k] on the support; a slot of another rank writes nothing.
-
-    Such slots point at column 0, which is put back. Neither scatter_ nor scatter_add_: on CPUs they
-    make an fp32 copy of all of a 16-bit z, and adding takes atomics on GPUs.
+    """z [n, vp] becomes values [n, k] on the support; a slot of another rank writes to column 0
+    what belongs there.
     """
     if not z.shape[-1]:
         return
-    index, is_local = columns.index[:, : columns.support], columns.is_local[:, : columns.support]
-    first = z[:, :1].clone()
-    z.index_put_((_row_numbers(z), index), values)
-    at_first = is_local & (index == 0)
-    value_at_first = torch.where(at_first, values, 0.0).sum(-1, keepdim=True)
-    z[:, :1] = torch.where(at_first.any(-1, keepdim=True), value_at_first, first)
+    k = columns.support
+    on_first = where(columns.is_first, values, 0.0).sum(-1, keepdim=True)
+    first = torch.where(columns.has_first, on_first, z[:, :1])
+    values = torch.where(columns.is_local[:, :k], values, first)
+    z.index_put_((row_numbers(z), columns.index[:, :k]), values)
 
 
 def read_(
@@ -164,14 +181,15 @@ def read_exponentials_(
 
 
 def _take_out_(z: torch.Tensor, columns: Columns, transform: LogitTransform | None) -> torch.Tensor:
-    """Logits [n, k (+ 1)] at the columns, 0 where on another rank; z loses the support."""
+    """Logits [n, k (+ 1)] at the columns, that of column 0 where they are on another rank, -inf if
+    there is none; z loses the support.
+    """
     dtype = accumulation_dtype(z.dtype)
     if not z.shape[-1]:
-        return z.new_zeros(columns.index.shape, dtype=dtype)
-    gathered = transformed(z.gather(-1, columns.index).to(dtype), transform)
-    gathered = torch.where(columns.is_local, gathered, 0.0)
-    cut_(z, columns)
-    return gathered
+        return z.new_full(columns.index.shape, NEG_INF, dtype=dtype)
+    found = z.gather(-1, columns.index)
+    _cut_(z, columns, found[:, : columns.support])
+    return transformed(found.to(dtype), transform)
 
 
 def _over_shards(
@@ -182,23 +200,28 @@ def _over_shards(
     inverse_taus: tuple[float, ...],
     shard: VocabShard,
 ) -> Reading:
-    k = columns.support
-    on_support = torch.where(columns.is_local[:, :k], gathered[:, :k], NEG_INF).amax(-1)
-    peaks = torch.stack([m, on_support])  # [2, n]
-    if shard.group is not None:
+    on_support = gathered.amax(-1)  # column 0, where it stands in for others, is a logit as well
+    if shard.group is None:
+        m_all, top = m, torch.maximum(m, on_support)
+    else:
+        peaks = torch.stack([m, on_support])  # [2, n]
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=shard.group)
-    top = peaks.amax(0)
-    m_all = torch.where(peaks[0] == NEG_INF, 0.0, peaks[0])
+        m_all, top = peaks[0], peaks.amax(0)
+    # -inf - -inf is NaN
+    m_all = m_all.clamp(min=torch.finfo(m_all.dtype).min)
     if shard.group is not None:
         lower = m - m_all  # this shard's sums are relative to its own maximum
         sums = torch.stack([sums[t] * (lower * x).exp() for t, x in enumerate(inverse_taus)])
-        packed = torch.cat([sums, gathered.T])
+        packed = torch.cat([sums, where(columns.is_local, gathered, 0.0).T])
         dist.all_reduce(packed, group=shard.group)
         sums, gathered = packed[: len(inverse_taus)], packed[len(inverse_taus) :].T
     log_sums = sums.log()
-    log_r = torch.stack([(m_all - top) * x + log_sums[t] for t, x in enumerate(inverse_taus)], -1)
-    gathered = (gathered - top.unsqueeze(-1)).clamp(min=FARTHEST_NATS)
-    gathered = torch.where(columns.is_beyond, float("nan"), gathered)
+    below = m_all - top
+    log_r = [log_sums[t].add(below, alpha=x) for t, x in enumerate(inverse_taus)]
+    log_r = log_r[0].unsqueeze(-1) if len(log_r) == 1 else torch.stack(log_r, -1)
+    # No logit is above the top; a slot that is unused holds 0 under TP, and may be.
+    gathered = (gathered - top.unsqueeze(-1)).clamp(FARTHEST_NATS, 0.0)
+    gathered = where(~columns.is_beyond, gathered, NAN)
     return Reading(gathered, log_r, m_all, log_sums.T)
 
 
@@ -206,8 +229,9 @@ def write_gradient_(
     z: torch.Tensor,
     reading: Reading,
     columns: Columns,
-    d_gathered: torch.Tensor,
-    d_log_r: torch.Tensor,
+    d_support: torch.Tensor,
+    d_label: torch.Tensor | None,
+    d_log_r: Sequence[torch.Tensor],
     inverse_taus: tuple[float, ...],
     exponentials_scale: torch.Tensor | None = None,
     transform: LogitTransform | None = None,
@@ -219,29 +243,31 @@ def write_gradient_(
         z: Logits, or exponentials of `read_exponentials_`.
         reading: Of these logits.
         columns: Of these rows.
-        d_gathered: [n, k (+ 1)] derivative by reading.gathered.
-        d_log_r: [n, t] derivative by reading.log_r.
+        d_support: [n, k] derivative by reading.gathered on the support.
+        d_label: [n] derivative by the label's; None where the loss does not depend on it.
+        d_log_r: [n] each, derivatives by the t columns of reading.log_r.
         inverse_taus: One over each of the t temperatures.
         exponentials_scale: [n], the second result of `read_exponentials_`; None for logits.
         transform: What makes logits of z.
         slopes: [n, k (+ 1)], its derivative at these columns; None without a transform.
     """
-    if slopes is not None:
-        d_gathered = d_gathered * slopes
-    empty = reading.log_sums == NEG_INF
-    scales = d_log_r * torch.exp(-torch.where(empty, 0.0, reading.log_sums))
-    for t, inverse_tau in enumerate(inverse_taus):
-        if inverse_tau != 1:
-            scales[:, t] *= inverse_tau
-    scales = torch.where(empty, 0.0, scales).T.contiguous()
-    if exponentials_scale is None:
-        to_gradient_(z, reading.m, scales, inverse_taus, transform)
-    else:
-        z.mul_((scales[0] * exponentials_scale).unsqueeze(-1))
     k = columns.support
-    _write_support_(z, columns, d_gathered[:, :k].to(z.dtype))
-    if columns.index.shape[1] > k and z.shape[-1]:
-        add_column_(z, columns.index[:, k], columns.is_local[:, k], d_gathered[:, k])
+    if slopes is not None:
+        d_support = d_support * slopes[:, :k]
+        d_label = None if d_label is None else d_label * slopes[:, k]
+    scales = []
+    for t, inverse_tau in enumerate(inverse_taus):
+        # A sum holds its largest term, 1; without a term there is nothing for a scale to meet.
+        scale = d_log_r[t] * torch.exp(-reading.log_sums[:, t].clamp(min=0))
+        scales.append(scale if inverse_tau == 1 else scale.mul_(inverse_tau))
+    if exponentials_scale is not None:
+        z.mul_((scales[0] * exponentials_scale).unsqueeze(-1))
+    else:
+        packed = scales[0].unsqueeze(0) if len(scales) == 1 else torch.stack(scales)
+        to_gradient_(z, reading.m, packed, inverse_taus, transform)
+    _write_support_(z, columns, d_support.to(z.dtype))
+    if d_label is not None and z.shape[-1]:
+        add_column_(z, columns.index[:, k], columns.is_local[:, k], d_label)
     return z
 
 
@@ -250,13 +276,9 @@ def add_column_(
 ) -> None:
     """Add values [n] to z [n, vp] at the columns index [n], where they are on this rank."""
     index = index.unsqueeze(-1)
-    values = torch.where(is_local, values, 0.0).unsqueeze(-1)
+    values = where(is_local, values, 0.0).unsqueeze(-1)
     total = (z.gather(-1, index).to(values.dtype) + values).to(z.dtype)
-    z.index_put_((_row_numbers(z), index), total)
-
-
-def _row_numbers(z: torch.Tensor) -> torch.Tensor:
-    return torch.arange(z.shape[0], device=z.device).unsqueeze(-1)
+    z.index_put_((row_numbers(z), index), total)
 
 
 def gather_sequence(shard_states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

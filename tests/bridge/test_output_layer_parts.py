@@ -179,7 +179,7 @@ def loss_inputs():
     ids = torch.arange(2).expand(2, 3, 2).to(torch.int32)
     logprobs = torch.tensor([0.5, 0.25]).log().expand(2, 3, 2)
     index = mask.t().reshape(-1).nonzero().squeeze(-1)
-    return LossInputs(ids, logprobs, None, None, mask, index)
+    return LossInputs(ids, logprobs, None, None, None, mask, index)
 
 
 def check_the_model_is_the_hosts_outside_a_step(folder):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -38,19 +39,56 @@ class TeacherProbabilities:
     keep: torch.Tensor  # [n, k] bool: the slot is used
     log_p: torch.Tensor  # [n, k] nats, 0 where unused
     p: torch.Tensor  # [n, k], 0 where unused
-    rest: torch.Tensor  # [n] mass off the support, 0 under tail renormalize
     mass: torch.Tensor  # [n] mass on the support before any renormalization
+    exact_mass: torch.Tensor | None  # [n] the same, unrounded; None under tail renormalize
+
+    @cached_property
+    def rest(self) -> torch.Tensor:
+        """[n] mass off the support, 0 under tail renormalize."""
+        if self.exact_mass is None:
+            return self.mass * 0
+        return (1 - self.exact_mass).clamp(min=0).to(self.mass.dtype)
 
 
 @dataclass(frozen=True)
 class StudentProbabilities:
-    """The student at the temperature of the loss, on the teacher's support and off it."""
+    """The student at the temperature of the loss, on the teacher's support and off it. What only
+    some objectives read is formed when it is read: a chunk's small work is bound by launches.
+    """
 
     log_q: torch.Tensor  # [n, k] nats, 0 where unused
-    q: torch.Tensor  # [n, k], 0 where unused
-    log_rest: torch.Tensor  # [n] nats, 0 where nothing lies off the support
-    rest: torch.Tensor  # [n]
-    has_rest: torch.Tensor  # [n] bool: something lies off the support
+    log_z: torch.Tensor  # [n] log of the normalizer Z, shifted as the logits are
+    log_r: torch.Tensor  # [n] log of Z's part off the support, shifted alike
+    on_support: torch.Tensor  # [n, k] parts of Z on the support, 0 where unused
+    off_support: torch.Tensor  # [n] exp(log_r)
+    share: torch.Tensor  # [n] sum of on_support
+    total: torch.Tensor  # [n] Z
+
+    @cached_property
+    def q(self) -> torch.Tensor:
+        """[n, k], 0 where unused."""
+        return self.on_support / self.total.unsqueeze(-1)
+
+    @cached_property
+    def mass(self) -> torch.Tensor:
+        """[n] on the support."""
+        return self.share / self.total
+
+    @cached_property
+    def rest(self) -> torch.Tensor:
+        """[n] off the support."""
+        return self.off_support / self.total
+
+    @cached_property
+    def has_rest(self) -> torch.Tensor:
+        """[n] bool: something lies off the support."""
+        return self.log_r > float("-inf")
+
+    @cached_property
+    def log_rest(self) -> torch.Tensor:
+        """[n] nats, 0 where nothing lies off the support."""
+        finite = self.log_r.where(self.has_rest, 0.0)
+        return (finite - self.log_z).where(self.has_rest, 0.0)
 
 
 Check: TypeAlias = "Callable[[Divergence], None]"

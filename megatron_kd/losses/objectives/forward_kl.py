@@ -26,6 +26,8 @@ def on_support(
 ) -> torch.Tensor:
     """Nats [n]. Legitimately negative where the teacher's mass is below 1 (tail none)."""
     loss = (teacher.p * (teacher.log_p - student.log_q)).sum(-1)
+    if divergence.tail != "bucket":
+        return loss
     rho = teacher.rest
     term = rho.xlogy(rho) - rho * student.log_rest
     return with_bucket(loss, term, student, divergence)

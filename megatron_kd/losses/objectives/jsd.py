@@ -48,8 +48,11 @@ def on_support(
     """Nats [n], between 0 and log 2 where the teacher is whole."""
     import torch
 
-    beta, rho = divergence.beta, teacher.rest
+    beta = divergence.beta
     loss = _outcomes(teacher.p, teacher.log_p, student.q, student.log_q, beta).sum(-1)
+    if divergence.tail != "bucket":
+        return loss
+    rho = teacher.rest
     log_rho = rho.clamp(min=torch.finfo(rho.dtype).tiny).log()
     term = _outcomes(rho, log_rho, student.rest, student.log_rest, beta)
     return with_bucket(loss, term, student, divergence)

@@ -30,6 +30,8 @@ def on_support(
 ) -> torch.Tensor:
     """Nats [n]. Without a bucket it rewards leaving the support."""
     loss = (student.q * (student.log_q - teacher.log_p)).sum(-1)
+    if divergence.tail != "bucket":
+        return loss
     log_rho = teacher.rest.clamp(min=SMALLEST_REST).log()
     term = student.rest * (student.log_rest - log_rho)
     return with_bucket(loss, term, student, divergence)
