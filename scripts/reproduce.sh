@@ -17,7 +17,9 @@ while (($#)); do
 done
 
 bash scripts/setup.sh
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false
+# PyTorch says so wherever ModelOpt is installed, before any code of this package runs.
+export PYTHONWARNINGS="ignore:The pynvml package is deprecated"
 export MEGATRON_KD_BACKEND=${MEGATRON_KD_BACKEND:-cpu}
 out=runs/study
 mkdir -p $out "$results"

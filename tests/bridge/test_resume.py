@@ -3,13 +3,16 @@ bit.
 """
 
 import json
+import re
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 import small_world
 import yaml
-from launch import DISTILL, Curves, Ranks, run, start_ranks, torchrun
+from launch import DISTILL, Curves, Ranks, environment, run, start_ranks, torchrun
 from transformers import LlamaForCausalLM
 
 ITERATIONS = 12
@@ -118,3 +121,28 @@ def test_a_checkpoint_of_another_cache_is_refused(world, unbroken):
     assert ranks.wait() == 2
     assert "holds a checkpoint of another run: the cache" in ranks.output()
     assert "Choose another output_dir" in ranks.output()
+
+
+@pytest.mark.extended
+def test_a_log_has_no_warnings_but_those_the_user_can_act_on(world, tmp_path):
+    """In a fresh interpreter, as the host warns most while it is imported."""
+    values = environment()
+    del values["PYTHONWARNINGS"]
+    overrides = ["bridge.train.train_iters=2", "bridge.model.tensor_model_parallel_size=1"]
+    overrides += ["bridge.checkpoint.save_interval=2", "bridge.scheduler.lr_warmup_iters=2"]
+    script, *words = command(world, tmp_path / "run", *overrides)
+    done = subprocess.run(
+        [sys.executable, *map(str, (script, *words))], env=values, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    # PyTorch is imported before any code of ours: the launcher's environment can hide this one.
+    said = done.stdout + re.sub(".*The pynvml package is dep.*\n.*\n", "", done.stderr)
+    suspicious = re.compile(
+        r"warning:|deprecated|disabled\b|failed|not (installed|available)", re.I
+    )
+    lines = [
+        line
+        for line in said.splitlines()
+        if suspicious.search(line) and not re.match(r"  \w+: ", line)  # a key of the configuration
+    ]
+    assert len(lines) == 1 and "capping lr_warmup_steps" in lines[0], lines

@@ -23,6 +23,7 @@ import sys
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_kd.host import host_warnings
 from megatron_kd.host.cpu import import_stand_ins
 from megatron_kd.host.cpu import layers as cpu_layers
 from megatron_kd.host.cpu.visible_gpu import visible_gpu
@@ -57,7 +58,9 @@ def activate() -> bool:
         raise ValueError(f"{SWITCH} must be one of {', '.join(CHOICES)}, not {choice!r}")
     if choice == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{SWITCH}=cuda, but PyTorch finds no CUDA device; unset it or use cpu")
-    if choice == "cuda" or (choice == "auto" and torch.cuda.is_available()):
+    on_cpu = choice == "cpu" or (choice == "auto" and not torch.cuda.is_available())
+    host_warnings.hide(on_cpu)
+    if not on_cpu:
         return False
     seen = visible_gpu() if choice == "auto" else None
     if seen is not None:
