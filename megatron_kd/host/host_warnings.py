@@ -51,6 +51,7 @@ ALWAYS = (
     ),
 )
 ON_CPU = (
+    Unconcerning("When using async grad allreduce it is recommended", "an order of GPU queues"),
     Unconcerning("Transformer Engine and Apex are not installed", "they need a GPU"),
     Unconcerning("Apex is not installed", "it needs a GPU"),
     Unconcerning("The legacy GroupedMLP will be deprecated", "the other needs Transformer Engine"),
