@@ -1,4 +1,6 @@
-"""A checkpoint of one layout continues in another, on the same data, to the same losses."""
+"""A checkpoint of one layout continues in another, on the same data, to the same losses; one of the
+host's SGD continues at all.
+"""
 
 import pytest
 from backend import TOLERANCE
@@ -25,6 +27,8 @@ CHANGES = {
     "data to tensor parallel": ([], TP2),
 }
 
+SGD = {"sgd": 0.9, "sgd-without-momentum": 0.0}
+
 
 @pytest.fixture(scope="module")
 def runs(world):
@@ -35,7 +39,27 @@ def runs(world):
         place += [f"bridge.checkpoint.{way}={output}/checkpoints" for way in ("save", "load")]
         cases[output.name] = COMMON + PART + place + before
         cases[f"{output.name}-continued"] = COMMON + WHOLE + place + after
+    for name, momentum in SGD.items():
+        output = world.parent / "runs" / name
+        place = [f"output_dir={output}"]
+        place += [f"bridge.checkpoint.{way}={output}/checkpoints" for way in ("save", "load")]
+        sgd = [
+            *COMMON,
+            "bridge.optimizer.optimizer=sgd",
+            "bridge.optimizer.lr=1e-2",
+            f"bridge.optimizer.sgd_momentum={momentum}",
+        ]
+        cases[f"{name}-whole"] = sgd + WHOLE
+        cases[name] = sgd + PART + place
+        cases[f"{name}-continued"] = sgd + WHOLE + place
     return run_cases(world, 2, cases)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-without-momentum"])
+def test_sgd_resumes(runs, name):
+    whole, continued = runs[f"{name}-whole"], runs[name]
+    assert continued.train() == whole.train()  # to the bit
+    assert continued.grad_norms() == whole.grad_norms()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -68,4 +68,33 @@ def notice_absent_layers() -> None:
         utils.HAVE_TE = False
 
 
-PATCHES = (skip_needless_compilation, let_loader_workers_end, notice_absent_layers)
+def give_sgd_a_state_to_load_into() -> None:
+    """megatron-core gives SGD no function that makes its state, and calls it all the same where a
+    checkpoint is loaded: a run with it could be saved, and never resumed.
+    """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    initialize = MegatronOptimizer.__init__
+
+    def with_state(self, optimizer, config, init_state_fn=None):
+        initialize(self, optimizer, config, init_state_fn or _zero_momentum)
+
+    MegatronOptimizer.__init__ = with_state
+
+
+def _zero_momentum(optimizer, config=None) -> None:
+    """What SGD's first step makes of no momentum is what it makes of a momentum of zero."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if group.get("momentum"):
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = parameter.data.new_zeros(parameter.shape)
+
+
+PATCHES = (
+    skip_needless_compilation,
+    let_loader_workers_end,
+    notice_absent_layers,
+    give_sgd_a_state_to_load_into,
+)
