@@ -108,6 +108,21 @@ class MixtureEntry:
 
 
 @config_section
+class FilterConfig:
+    """Which training samples of a cache are used, by what the teacher thought of them."""
+
+    min_mass: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """The least mean mass of a sample's rows: below it the teacher was unsure beyond its K."""
+
+    min_perplexity: Annotated[Number, Field(ge=1)] | None = None
+    """The least perplexity of the teacher on a sample's supervised tokens; needs a cache captured
+    with --label-logprob."""
+
+    max_perplexity: Annotated[Number, Field(ge=1)] | None = None
+    """The largest; above it the text is noise to the teacher."""
+
+
+@config_section
 class CacheConfig:
     path: str | None = None
     """Directory made by `megatron-kd capture`, with `train` and, for evaluation, `validation`.
@@ -121,6 +136,9 @@ class CacheConfig:
     share_by: Literal["samples", "tokens"] = "samples"
     """What the weights of a mixture are shares of: training samples, or supervised tokens, on the
     average of each cache."""
+
+    filter: FilterConfig | None = None
+    """Train on some of the samples alone, for example {max_perplexity: 50}. Validation has all."""
 
     topk: Count | None = None
     """Use only this many of each position's cached entries, the most likely ones; null uses all."""

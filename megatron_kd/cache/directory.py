@@ -68,7 +68,11 @@ class CacheDirectory:
         there = directory.spec()
         if there != spec:
             one, other = there.as_dict(), spec.as_dict()
-            differing = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+            differing = {
+                key: (one.get(key), other.get(key))
+                for key in sorted(one.keys() | other.keys())
+                if one.get(key) != other.get(key)
+            }
             raise CacheError(
                 f"{folder} was begun with other settings (there, here): {differing}; "
                 "use the same settings, or another directory"

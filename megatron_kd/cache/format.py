@@ -20,7 +20,9 @@ from megatron_kd.cache.codecs.base import ID_BITS
 from megatron_kd.files import canonical_json, sha256_json
 
 FORMAT = "megatron-kd cache"
-VERSION = 1
+VERSION, LABEL_VERSION = 1, 2
+"""Of the format; the later one, with the label's log-probability in each row, where a cache has it.
+A reader of the first release knows the first alone, and refuses the other."""
 HIDDEN_DTYPES = ("float16", "bfloat16", "float32")
 SAMPLINGS = ("topk", "random")
 MAX_VOCAB_SIZE = 1 << ID_BITS
@@ -75,9 +77,13 @@ class CacheSpec:
     """The teacher's licence, where known."""
     parameters: Mapping | None = None
     """Creation parameters that can change the result."""
+    label_logprob: bool = False
+    """Whether each row holds the teacher's log-probability of the token that follows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+        if type(self.label_logprob) is not bool:
+            raise CacheError(f"label_logprob must be true or false, got {self.label_logprob!r}")
         for name in ("vocab_size", "topk", "hidden_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -120,13 +126,22 @@ class CacheSpec:
         return self.sampling if isinstance(self.sampling, str) else self.sampling.get("method")
 
     def as_dict(self) -> dict:
-        """Plain JSON values."""
+        """Plain JSON values. What version 1 lacks is left out where it is not used, so that the
+        description of such a cache, and all that is bound to it, stays as it was."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.label_logprob:
+            del values["label_logprob"]
         try:
-            return json.loads(canonical_json({f.name: getattr(self, f.name) for f in fields(self)}))
+            return json.loads(canonical_json(values))
         except (TypeError, ValueError) as error:
             raise CacheError(
                 f"the cache's description must be plain JSON values: {error}"
             ) from error
+
+    @property
+    def version(self) -> int:
+        """Of the format that a cache of this description has."""
+        return LABEL_VERSION if self.label_logprob else VERSION
 
     @property
     def fingerprint(self) -> str:
@@ -198,7 +213,7 @@ def build_manifest(spec: CacheSpec, entries: list[ShardEntry], origin: Mapping |
     """The complete manifest. `origin` (paths and the like, for repair) is bound by nothing."""
     bound = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": spec.version,
         **spec.as_dict(),
         "samples": sum(entry.samples for entry in entries),
         "positions": sum(entry.positions for entry in entries),
@@ -230,9 +245,10 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
     manifest = parse_json(text, where)
     if manifest.get("format") != FORMAT:
         raise CacheError(f"{where} is not the manifest of a {FORMAT}")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (VERSION, LABEL_VERSION):
         raise CacheError(
-            f"{where}: format version {manifest.get('version')!r}; this reader knows {VERSION}. "
+            f"{where}: format version {manifest.get('version')!r}; this reader knows {VERSION} and "
+            f"{LABEL_VERSION}. "
             "Use the release of megatron-kd that wrote it, or capture again"
         )
     own = set(UNBOUND) | {"format", "version", "samples", "positions", "shards"}
@@ -249,6 +265,11 @@ def parse_manifest(text: str, where: str) -> tuple[dict, CacheSpec, list[ShardEn
             "`megatron-kd verify --repair` restores it"
         )
     spec = CacheSpec.from_dict({k: v for k, v in manifest.items() if k not in own})
+    if spec.version != manifest["version"]:
+        raise CacheError(
+            f"{where}: a cache as it describes has version {spec.version}, not "
+            f"{manifest['version']}"
+        )
     entries = [ShardEntry.from_dict(values, where) for values in manifest["shards"]]
     check_contiguous(entries, where)
     for name in ("samples", "positions"):

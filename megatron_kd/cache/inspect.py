@@ -97,12 +97,19 @@ def statistics_table(statistics: CacheStatistics) -> Table:
         ("entropy, nats", statistics.entropy_nats, 3),
         ("top probability", statistics.top_probability, 4),
         ("candidates", statistics.candidates, 1),
+        *(
+            [("cross-entropy of the next token, nats", statistics.label_nats, 3)]
+            if statistics.label_nats is not None
+            else []
+        ),
     ):
         low, middle, high = np.quantile(values, (0.05, 0.5, 0.95))
         table.add_row(name, *(f"{x:.{digits}f}" for x in (values.mean(), low, middle, high)))
     table.add_section()
     table.add_row("next token among the candidates", f"{statistics.label_kept:.2%}")
     table.add_row("next token is the first", f"{statistics.label_first:.2%}")
+    if statistics.label_nats is not None:
+        table.add_row("teacher's perplexity", f"{np.exp(statistics.label_nats.mean()):.2f}")
     table.add_section()
     for group, count in sorted(statistics.bytes_per_position.items(), key=lambda item: -item[1]):
         table.add_row(f"bytes/position: {group}", f"{count:.1f}")

@@ -156,6 +156,31 @@ class MappedShard:
             raise self._damaged(local, "a normalizer is no finite number")
         return columns
 
+    def row_counts(self) -> np.ndarray:
+        """[S] int64."""
+        return np.diff(self._bounds["R"])
+
+    def mean_rows(self) -> dict[str, np.ndarray]:
+        """Means over each sample's rows, [S] fp64, without decoding any: of the mass, and of the
+        next token's log-probability where the cache keeps it. NaN for a sample without a row."""
+        columns = {"mass": CODECS[self.spec.codec].mass(self._tensors)}
+        if self.spec.label_logprob:
+            columns["label_logprob"] = self._tensors["label_logprob"]
+        bounds, counts, means = self._bounds["R"], self.row_counts(), {}
+        for name, column in columns.items():
+            total = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
+            with np.errstate(invalid="ignore"):
+                means[name] = np.diff(total[bounds]) / counts
+        return means
+
+    def label_logprob(self, local: int) -> np.ndarray | None:
+        if not self.spec.label_logprob:
+            return None
+        column = self._part("label_logprob", local).astype(np.float32)
+        if column.size and not column.max() <= 0:  # NaN is not
+            raise self._damaged(local, "a label's log-probability is positive or no number")
+        return column
+
     def hidden(self, local: int) -> np.ndarray | None:
         if not self.spec.hidden_size:
             return None

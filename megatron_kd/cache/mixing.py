@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_kd.cache.format import CacheError
 from megatron_kd.cache.reader import CachedSample, CacheReader
+from megatron_kd.cache.selection import SelectedReader
 from megatron_kd.files import canonical_json, sha256_json
 
 SHARED_KEYS = ("tokenizer", "vocab_size", "packing")
@@ -22,7 +23,8 @@ class MixedReader:
     into one batch.
 
     Args:
-        sources: (path or `CacheReader`, weight > 0), …; weights need not sum to one.
+        sources: (path, `CacheReader` or `SelectedReader`, weight > 0), …; weights need not sum to
+            one.
         share_by: What the weights are shares of: "samples", or the supervised "tokens" in them, on
             the average of each cache.
         each_alone: Samples are never put into one batch: each has all the normalizers of its cache.
@@ -35,7 +37,7 @@ class MixedReader:
 
     def __init__(
         self,
-        sources: Sequence[tuple[CacheReader | str | os.PathLike, float]],
+        sources: Sequence[tuple[CacheReader | SelectedReader | str | os.PathLike, float]],
         samples: int | None = None,
         check_checksums: bool = True,
         *,
@@ -45,7 +47,9 @@ class MixedReader:
         if not sources:
             raise CacheError("a mixture needs at least one cache")
         self.readers = [
-            source if isinstance(source, CacheReader) else CacheReader(source, check_checksums)
+            CacheReader(source, check_checksums)
+            if isinstance(source, str | os.PathLike)
+            else source
             for source, _ in sources
         ]
         weights = np.array([weight for _, weight in sources], dtype=np.float64)

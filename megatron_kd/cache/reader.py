@@ -34,6 +34,7 @@ class CachedRows:
     mass: np.ndarray  # [R] fp32
     log_z: dict[float, np.ndarray] = field(default_factory=dict)  # τ: [R] fp32
     hidden: np.ndarray | None = None  # [R, D] fp16 or fp32
+    label_logprob: np.ndarray | None = None  # [R] fp32, nats; None where the cache keeps none
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class CachedSample:
     def hidden(self) -> np.ndarray | None:
         """[n, D] fp16 or fp32; 0 where nothing is stored. None where the cache keeps none."""
         return None if self.rows.hidden is None else self._full(self.rows.hidden, 0)
+
+    @cached_property
+    def label_logprob(self) -> np.ndarray | None:
+        """[n] fp32, nats, of tokens[t + 1]; 0 where nothing is stored. None where the cache keeps
+        none."""
+        label = self.rows.label_logprob
+        return None if label is None else self._full(label, 0)
 
     def _full(self, values: np.ndarray, filler) -> np.ndarray:
         positions, length = self.rows.positions, self.tokens.size
@@ -195,18 +203,30 @@ class CacheReader:
         shard, local = self._locate(index)
         positions = np.flatnonzero(shard.loss_mask(local))
         ids, logprobs, mass = shard.rows(local)
-        log_z, hidden = shard.log_z(local), shard.hidden(local)
+        log_z, hidden, label = shard.log_z(local), shard.hidden(local), shard.label_logprob(local)
         self._account(shard.sample_bytes(local))
         if positions.size != ids.shape[0]:
             raise CacheError(
                 f"sample {index}: {positions.size} supervised positions, {ids.shape[0]} rows stored"
             )
-        return CachedRows(positions, ids, logprobs, mass, log_z, hidden)
+        return CachedRows(positions, ids, logprobs, mass, log_z, hidden, label)
+
+    def mean_rows(self) -> dict[str, np.ndarray]:
+        """What `MappedShard.mean_rows` gives, of all samples."""
+        parts: dict[str, list] = {}
+        for number in range(len(self._entries)):
+            for name, values in self._shard(number).mean_rows().items():
+                parts.setdefault(name, []).append(values)
+        return {name: np.concatenate(values) for name, values in parts.items()}
 
     def tokens(self, index: int) -> np.ndarray:
         """[n] int32, hash checked, without decoding rows."""
         shard, local = self._locate(index)
         return shard.tokens(local)
+
+    def row_counts(self) -> np.ndarray:
+        """[samples] int64: how many rows each sample has."""
+        return np.concatenate([self._shard(i).row_counts() for i in range(len(self._entries))])
 
     def cu_seqlens(self, index: int) -> np.ndarray:
         """[documents + 1] int32, without decoding rows."""

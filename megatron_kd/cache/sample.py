@@ -13,6 +13,7 @@ from megatron_kd.cache.format import MAX_SAMPLE_SLOTS, CacheError, CacheSpec, to
 from megatron_kd.cache.shard import pack_tokens, to_bfloat16
 
 POSITIVE_NATS = 1e-3  # log-probabilities up to here are rounding, and become 0
+LABEL_NATS = 1e-2  # what rounding may put between a token's two log-probabilities in one row
 MASS_TOLERANCE = 5e-3  # what half precision and bfloat16 rows may exceed 1 by
 
 
@@ -26,6 +27,7 @@ class Sample:
     rows: RowEntries
     log_z: list[np.ndarray]  # each [R] fp32
     hidden: np.ndarray | None  # [R, D] fp32, or fp16 where that is what is stored
+    label_logprob: np.ndarray | None = None  # [R] fp32
 
 
 def as_array(value, what: str, where: str, kinds: str) -> np.ndarray:
@@ -41,7 +43,17 @@ def as_array(value, what: str, where: str, kinds: str) -> np.ndarray:
 
 
 def check_sample(
-    spec, where, tokens, loss_mask, topk_ids, topk_logprobs, cu_seqlens, log_z, hidden
+    spec,
+    where,
+    tokens,
+    loss_mask,
+    topk_ids,
+    topk_logprobs,
+    *,
+    cu_seqlens=None,
+    log_z=None,
+    hidden=None,
+    label_logprob=None,
 ) -> Sample:
     """Refuses what is no sequence with truncated teacher rows. Arguments: `SampleWriter.append`."""
     tokens = as_array(tokens, "tokens", where, "iu")
@@ -75,6 +87,7 @@ def check_sample(
     )
     positions = np.flatnonzero(mask)
     rows = _check_rows(spec, where, positions, ids, logprobs)
+    labels = tokens[positions + 1]
     return Sample(
         tokens=tokens.astype(np.int32),
         loss_mask=mask,
@@ -82,6 +95,7 @@ def check_sample(
         rows=rows,
         log_z=_check_log_z(spec, where, log_z, take),
         hidden=_check_hidden(spec, where, hidden, take),
+        label_logprob=_check_label(spec, where, label_logprob, take, labels, ids, logprobs),
     )
 
 
@@ -208,6 +222,30 @@ def _check_hidden(spec: CacheSpec, where: str, hidden, take) -> np.ndarray | Non
     return rows.astype("<f2" if spec.hidden_dtype == "float16" else "<f4")
 
 
+def _check_label(spec: CacheSpec, where: str, given, take, labels, ids, logprobs):
+    if (given is not None) != spec.label_logprob:
+        came = "came" if given is not None else "is missing"
+        raise CacheError(
+            f"{where}: this cache has label_logprob {str(spec.label_logprob).lower()}, and the "
+            f"label's log-probability {came}"
+        )
+    if given is None:
+        return None
+    column = take(as_array(given, "label_logprob", where, "f"), "label_logprob", ())
+    if np.isnan(column).any() or (column > POSITIVE_NATS).any():
+        raise CacheError(f"{where}: label_logprob has values that are no log-probabilities")
+    if spec.sampling_method == "topk":  # of draws the candidates' weights are shares
+        found = np.asarray(ids) == labels[:, None]
+        row = found.any(axis=1)
+        candidates = np.where(found, logprobs, 0.0).sum(axis=1)[row]
+        if (np.abs(candidates - column[row]) > LABEL_NATS).any():
+            raise CacheError(
+                f"{where}: label_logprob differs from the same token's among the candidates: the "
+                "rows belong to another position, or to another teacher"
+            )
+    return np.minimum(column, 0.0).astype("<f4")
+
+
 @dataclass
 class ShardBuffer:
     """The samples of one shard, already packed."""
@@ -233,6 +271,8 @@ class ShardBuffer:
         }
         if sample.hidden is not None:
             parts["hidden"] = sample.hidden
+        if sample.label_logprob is not None:
+            parts["label_logprob"] = sample.label_logprob
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from megatron_kd.cache.codecs import CODECS
 from megatron_kd.cache.codecs.base import wide_ids
-from megatron_kd.cache.format import FORMAT, VERSION, CacheError, CacheSpec
+from megatron_kd.cache.format import FORMAT, CacheError, CacheSpec
 from megatron_kd.files import (
     SafetensorsError,
     SafetensorsHeader,
@@ -45,6 +45,8 @@ def layout(spec: CacheSpec) -> dict[str, TensorLayout]:
     }
     for index in range(len(spec.temperatures)):
         tensors[f"log_z.{index}"] = ("F32", ("R",))
+    if spec.label_logprob:
+        tensors["label_logprob"] = ("F32", ("R",))
     if spec.hidden_size:
         tensors["hidden"] = (HIDDEN_NAMES[spec.hidden_dtype], ("R", spec.hidden_size))
     codec = CODECS[spec.codec]
@@ -63,15 +65,15 @@ class ShardHead:
     spec: str
     """Fingerprint of the cache's spec: a shard of another cache is found out."""
 
-    def as_text(self) -> str:
-        return canonical_json({"format": FORMAT, "version": VERSION, **self.__dict__})
+    def as_text(self, version: int) -> str:
+        return canonical_json({"format": FORMAT, "version": version, **self.__dict__})
 
 
 def serialize(spec: CacheSpec, head: ShardHead, tensors: dict[str, np.ndarray]) -> bytes:
     """The bytes of a shard. BF16 halves come as uint16 and are renamed in the header."""
     expected = layout(spec)
     assert set(tensors) - OPTIONAL == set(expected) - OPTIONAL, "the codec's tensors differ"
-    payload = safetensors.numpy.save(tensors, {METADATA_KEY: head.as_text()})
+    payload = safetensors.numpy.save(tensors, {METADATA_KEY: head.as_text(spec.version)})
     if "hidden" in tensors and expected["hidden"][0] == "BF16":
         payload = _rename_dtype(payload, "hidden", "BF16")
     return payload
@@ -107,8 +109,10 @@ def parse_header(
     names = {"format", "version", "shard", "first_sample", "samples", "spec"}
     if not isinstance(head, dict) or set(head) != names or head["format"] != FORMAT:
         raise CacheError(f"{path}: not a shard of a {FORMAT}")
-    if head["version"] != VERSION:
-        raise CacheError(f"{path}: format version {head['version']!r}; this reader knows {VERSION}")
+    if head["version"] != spec.version:
+        raise CacheError(
+            f"{path}: format version {head['version']!r} in a cache of version {spec.version}"
+        )
     counts = (head["shard"], head["first_sample"], head["samples"])
     if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
         raise CacheError(f"{path}: shard and sample numbers must be counts, got {counts}")

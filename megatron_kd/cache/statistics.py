@@ -37,6 +37,9 @@ class CacheStatistics:
     """Share of positions whose next token is among the kept candidates."""
     label_first: float
     """Share of positions whose next token is the teacher's first choice."""
+    label_nats: np.ndarray | None
+    """[R] fp32, −log p of the next token: the teacher's cross-entropy; None where the cache has
+    none."""
     rank_quantiles_nats: np.ndarray
     """[3, K] fp32: the 10, 50 and 90 % quantile of the log-probability at each rank."""
     bytes_per_position: dict[str, float]
@@ -59,7 +62,7 @@ def cache_statistics(reader: CacheReader, max_positions: int = 50_000) -> CacheS
         raise CacheError(f"{reader.path} has no supervised position")
     wanted = min(len(reader), max(1, int(len(reader) * max_positions / positions)))
     chosen = np.unique(np.linspace(0, len(reader) - 1, wanted).round().astype(np.int64))
-    mass, entropy, top, counts, kept, first, ranks = [], [], [], [], 0, 0, []
+    mass, entropy, top, counts, kept, first, ranks, label_nats = [], [], [], [], 0, 0, [], []
     for index in chosen:
         rows = reader.rows(int(index))
         if not rows.positions.size:
@@ -75,6 +78,8 @@ def cache_statistics(reader: CacheReader, max_positions: int = 50_000) -> CacheS
         labels = reader.tokens(int(index))[rows.positions + 1]
         kept += int((rows.topk_ids == labels[:, None]).sum())
         first += int((rows.topk_ids[:, 0] == labels).sum())
+        if rows.label_logprob is not None:
+            label_nats.append(-rows.label_logprob)
         ranks.append(np.where(used, rows.topk_logprobs, np.nan))
     if not mass:
         raise CacheError(f"{reader.path}: none of the samples looked at has a supervised position")
@@ -88,6 +93,7 @@ def cache_statistics(reader: CacheReader, max_positions: int = 50_000) -> CacheS
         candidates=np.concatenate(counts),
         label_kept=kept / seen,
         label_first=first / seen,
+        label_nats=np.concatenate(label_nats) if label_nats else None,
         rank_quantiles_nats=_quantiles(np.concatenate(ranks)),
         bytes_per_position=_bytes_per_position(reader),
     )
@@ -106,6 +112,7 @@ def _bytes_per_position(reader: CacheReader) -> dict[str, float]:
     groups = {**GROUPS, **CODECS[reader.spec.codec].groups}
     for index in range(len(reader.spec.temperatures)):
         groups[f"log_z.{index}"] = "log normalizers"
+    groups["label_logprob"] = "next token's log-probability"
     for entry in reader.shards:
         path = reader.shard_path(entry)
         with open(path, "rb") as file:

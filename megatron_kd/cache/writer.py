@@ -61,6 +61,7 @@ class SampleWriter(ABC):
         cu_seqlens=None,
         log_z=None,
         hidden=None,
+        label_logprob=None,
     ) -> None:
         """Adds one sample. Arrays are numpy or torch.
 
@@ -76,6 +77,7 @@ class SampleWriter(ABC):
             cu_seqlens: [documents + 1] integer document bounds, from 0 to n; None: one document.
             log_z: {τ: [n or R] floating} for exactly the spec's temperatures.
             hidden: [n or R, D] floating, where the spec keeps hidden states.
+            label_logprob: [n or R] floating, nats, of tokens[t + 1], where the spec keeps it.
 
         Raises:
             CacheError: A row is not a truncated distribution, or shapes and dtypes are not these.
@@ -89,9 +91,10 @@ class SampleWriter(ABC):
                 loss_mask,
                 topk_ids,
                 topk_logprobs,
-                cu_seqlens,
-                log_z,
-                hidden,
+                cu_seqlens=cu_seqlens,
+                log_z=log_z,
+                hidden=hidden,
+                label_logprob=label_logprob,
             )
         )
 

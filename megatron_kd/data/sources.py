@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_kd.cache import CacheReader
 from megatron_kd.cache.mixing import MixedReader
+from megatron_kd.cache.selection import SampleChoice, SelectedReader
 from megatron_kd.data.sequences import SequenceReader
 
 SPOT_CHECKS = 64
@@ -16,11 +17,16 @@ manifests.
 
 
 def open_caches(
-    sources: Sequence[tuple[str | Path, float]], *, check_checksums: bool = True, **mixing
+    sources: Sequence[tuple[str | Path, float]],
+    *,
+    check_checksums: bool = True,
+    choice: SampleChoice | None = None,
+    **mixing,
 ):
     """One cache, or several mixed by weight.
 
     Args:
+        choice: Which samples of each are read; None: all.
         mixing: Further keywords of `MixedReader`.
         sources: (directory of one split, weight), …; an address like s3://… is read through a local
             copy.
@@ -32,9 +38,13 @@ def open_caches(
     for path, _ in sources:
         if not Path(path).is_dir() and "://" not in str(path):
             raise FileNotFoundError(f"no directory {path}; make it with `megatron-kd capture`")
-    if len(sources) == 1:
-        return CacheReader(sources[0][0], check_checksums=check_checksums)
-    return MixedReader(sources, check_checksums=check_checksums, **mixing)
+    readers = [CacheReader(path, check_checksums=check_checksums) for path, _ in sources]
+    if choice is not None:
+        readers = [SelectedReader(reader, choice) for reader in readers]
+    if len(readers) == 1:
+        return readers[0]
+    weights = [weight for _, weight in sources]
+    return MixedReader(list(zip(readers, weights, strict=True)), **mixing)
 
 
 def open_sequences(path: str | Path) -> SequenceReader:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
 
+from megatron_kd.cache.selection import SampleChoice
 from megatron_kd.config import CacheConfig, DataConfig, DistillConfig
 from megatron_kd.data.dataset import DistillDataset, SampleOptions
 from megatron_kd.data.sequence_format import TRAIN, VALIDATION
@@ -134,6 +135,10 @@ class DistillDatasetProvider(DatasetProvider):
             numbers=[0] if self.cache is None else self._numbers(split),
         )
 
+    def _choice(self) -> SampleChoice | None:
+        chosen = self.cache.filter
+        return None if chosen is None else SampleChoice(**vars(chosen))
+
     def _numbers(self, split: str) -> list[int]:
         """The caches of the run that give samples of a split."""
         sources = self.cache.sources()
@@ -151,6 +156,7 @@ class DistillDatasetProvider(DatasetProvider):
         source = open_caches(
             [(f"{path}/{split}", weight) for path, weight in sources],
             check_checksums=self.cache.check_checksums,
+            choice=self._choice() if split == TRAIN else None,
             share_by=self.cache.share_by,
             each_alone=self.cache.differ,
         )

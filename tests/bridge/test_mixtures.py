@@ -137,6 +137,9 @@ REFUSED = {
     "one name": ({"names": ("a", "null")}, [], "a name, or none"),
     "no such objective": ({"loss": "loss: {objective: jds}"}, [], "did you mean jsd?"),
     "a share of cross-entropy": ({"loss": "loss: {ce_weight: 0.5}"}, [], "set loss.ce_weight"),
+    "a perplexity not captured": ({}, ["cache.filter={max_perplexity: 5}"], "--label-logprob"),
+    "a bound that no sample meets": ({}, ["cache.filter={min_mass: 1.0}"], "none of its"),
+    "a bound that some meet": ({}, ["cache.filter={min_mass: 0.1}"], "accepted"),
     "micro-batches of two with one loss": ({}, ["bridge.train.micro_batch_size=2"], "accepted"),
 }
 

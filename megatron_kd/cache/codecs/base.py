@@ -98,6 +98,16 @@ class Codec(ABC):
         """
         return {}
 
+    def mass(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The mass of each row of a shard, [R] fp32, without decoding rows.
+
+        A codec that keeps masses otherwise than as numbers in a tensor `mass` says how here.
+
+        Args:
+            tensors: The shard's, by name.
+        """
+        return tensors["mass"].astype(np.float32)
+
 
 def wide_ids(vocab_size: int) -> bool:
     """Whether an id needs more than two bytes."""

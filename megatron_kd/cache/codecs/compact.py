@@ -84,6 +84,9 @@ class Compact(Codec):
         )
         return ids, logprobs, mass
 
+    def mass(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        return decode_mass(tensors["mass"])
+
     def bytes_per_position(self, vocab_size: int, topk: int) -> float:
         id_bits = max(0.0, math.log2(vocab_size / topk)) + ID_SET_BITS
         return topk * (id_bits + VALUE_BITS) / 8 + 5  # mass, bottom and layout

@@ -141,6 +141,7 @@ class MegatronEngine(TeacherEngine):
                     document.tokens[: document.run_tokens],
                     document.rows,
                     draws_of(document.tokens, document.rows, self.request),
+                    document.labels() if self.request.labels else None,
                 )
                 for document in (documents[index] for index in batch)
             ]

@@ -32,7 +32,8 @@ from megatron_kd.typed_mapping import ConfigError
 # A follower waits while the leader encodes and writes a shard.
 _PATIENCE = datetime.timedelta(days=2)
 
-Work = list[list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]  # [m][b] (tokens, rows, draws)
+Work = list[list[tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]]]
+"""[m][b] (tokens, rows, draws, labels)"""
 
 
 class Ranks:
@@ -121,14 +122,14 @@ class _Stage:
 
     @torch.inference_mode()
     def _forward(self, work: Work, finish) -> list:
-        width = max(len(tokens) for batch in work for tokens, _, _ in batch)
+        width = max(len(tokens) for batch in work for tokens, *_ in batch)
         lines = max(len(batch) for batch in work)
         device = "cpu" if cpu_backend.is_active() else torch.cuda.current_device()
 
         def step(data, model):
             batch = next(data)
             ids = torch.zeros(lines, width, dtype=torch.long)  # [b, s]
-            for line, (tokens, _, _) in zip(ids, batch, strict=False):
+            for line, (tokens, *_) in zip(ids, batch, strict=False):
                 line[: len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
             positions = torch.arange(width).expand(lines, width)
             output = model(ids.to(device), positions.to(device), None)
@@ -154,24 +155,28 @@ class _Stage:
     def _select(self, hidden_states: torch.Tensor, batch: list) -> list[TeacherRows]:
         """hidden_states: [b, s, h], what the output layer reads."""
         results = []
-        for line, (_, rows, uniforms) in zip(hidden_states, batch, strict=False):
+        for line, (_, rows, uniforms, labels) in zip(hidden_states, batch, strict=False):
             asked = line[torch.from_numpy(rows).to(line.device)]  # [r, h]
             results.append(
                 select_by_chunks(
-                    asked, self.request, uniforms, self._chunk_rows, self._select_chunk
+                    asked, self.request, uniforms, self._chunk_rows, self._select_chunk, labels
                 )
             )
         return results
 
-    def _select_chunk(self, hidden_states: torch.Tensor, uniforms: np.ndarray | None) -> Selected:
-        return select_sharded(
-            self._logits(hidden_states), self._first_id, self.request, uniforms, self._tp
-        )
+    def _select_chunk(
+        self,
+        hidden_states: torch.Tensor,
+        uniforms: np.ndarray | None,
+        labels: np.ndarray | None,
+    ) -> Selected:
+        logits = self._logits(hidden_states)
+        return select_sharded(logits, self._first_id, self.request, uniforms, self._tp, labels)
 
     def _check_head(self) -> None:
         """Refuses an architecture that does more with its logits than the output layer does."""
         tokens = np.random.default_rng(0).integers(0, self.request.vocab_size, 8, dtype=np.int32)
-        work = [[(tokens, np.arange(8), None)]]
+        work = [[(tokens, np.arange(8), None, None)]]
         want = self._forward(work, lambda output, batch: output[0].float())  # [s, vp]
         if self._last:
             self._tap.hands_input_through = True

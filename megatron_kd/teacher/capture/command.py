@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep exact normalizers at these too",
     )
     kept.add_argument(
+        "--label-logprob",
+        action="store_true",
+        help="keep the log-probability of each next token, candidate or not (format version 2)",
+    )
+    kept.add_argument(
         "--hidden-dtype", choices=HIDDEN_DTYPES, help="keep last hidden states, in this dtype"
     )
     kept.add_argument(
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         sampling=args.sampling,
         seed=args.seed,
         temperatures=tuple(args.temperatures),
+        label_logprob=args.label_logprob,
         hidden_dtype=args.hidden_dtype,
         codec=args.codec,
         shard_positions=args.shard_positions,

@@ -40,9 +40,9 @@ class CaptureEstimate:
                 mask,
                 rows.topk_ids,
                 rows.topk_logprobs,
-                None,
-                rows.log_z,
-                rows.hidden,
+                log_z=rows.log_z,
+                hidden=rows.hidden,
+                label_logprob=rows.label_logprobs,
             )
         )
 

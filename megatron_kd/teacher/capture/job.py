@@ -6,7 +6,7 @@ them can make any shard and the result is the same.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class CaptureJob:
     sampling: str = RowRequest.sampling
     seed: int = RowRequest.seed
     temperatures: tuple[float, ...] = RowRequest.temperatures
+    label_logprob: bool = False
+    """Keep each row's log-probability of the next token."""
     hidden_dtype: str | None = None
     """None keeps no hidden states."""
     codec: str = "compact"
@@ -52,6 +54,14 @@ class CaptureJob:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+
+    def origin(self) -> dict[str, Any]:
+        """What a cache's manifest carries of it. What the first releases lack is left out at its
+        default, so that they can repair such a cache too."""
+        values = asdict(self)
+        if not self.label_logprob:
+            del values["label_logprob"]
+        return values
 
     def engine_options(self) -> EngineOptions:
         """The engine's options object.
@@ -114,6 +124,7 @@ def resolve(job: CaptureJob) -> ResolvedJob:
         sampling=job.sampling,
         seed=job.seed,
         temperatures=job.temperatures,
+        labels=job.label_logprob,
         hidden=job.hidden_dtype is not None,
     )
     sampling: Any = job.sampling
@@ -135,6 +146,7 @@ def resolve(job: CaptureJob) -> ResolvedJob:
             name: data[name] for name in ("fingerprint", "seq_length", "vocabulary") if name in data
         },
         temperatures=job.temperatures,
+        label_logprob=job.label_logprob,
         hidden_size=described.hidden_size if job.hidden_dtype else 0,
         hidden_dtype=job.hidden_dtype or "float16",
         licence=job.licence or described.license,

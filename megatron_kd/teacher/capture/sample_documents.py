@@ -70,6 +70,7 @@ class SampleRows:
         self.topk_ids = np.full((count, request.topk), -1, np.int32)  # [r, k]
         self.topk_logprobs = np.full((count, request.topk), -np.inf, np.float32)  # [r, k]
         self.log_z = {tau: np.zeros(count, np.float32) for tau in request.temperatures}  # τ: [r]
+        self.label_logprobs = np.zeros(count, np.float32) if request.labels else None  # [r]
         kept = np.float16 if hidden_dtype == "float16" else np.float32  # numpy has no bfloat16
         self.hidden = np.zeros((count, hidden_size), kept) if request.hidden else None  # [r, h]
 
@@ -80,5 +81,7 @@ class SampleRows:
         self.topk_logprobs[lines] = rows.topk_logprobs
         for tau, values in self.log_z.items():
             values[lines] = rows.log_z[tau]
+        if self.label_logprobs is not None:
+            self.label_logprobs[lines] = rows.label_logprobs
         if self.hidden is not None:
             self.hidden[lines] = rows.hidden

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,7 @@ def capture(jobs: Mapping[str, tuple[CaptureJob, Path]], worker: Worker) -> dict
                     file=sys.stderr,
                 )
             if not directory.is_complete:
-                directory.keep_origin(asdict(resolved.job))
+                directory.keep_origin(resolved.job.origin())
                 label = name if worker.count == 1 else f"{name} {worker}"
                 _make(resolved, directory, label, worker, engines)
             complete[name] = _complete(resolved, directory)
@@ -92,7 +92,7 @@ def recapture(path: str | os.PathLike, shards: Sequence[int] | None = None) -> d
     resolved, directory = _open(resolve(job), directory.folder)
     if directory.is_complete:
         again = directory.missing(resolved.plan) if shards is None else shards
-        directory.keep_origin(asdict(job))
+        directory.keep_origin(job.origin())
         directory.reopen(without=again)
     with _Engines() as engines:
         _make(resolved, directory, directory.folder.name, Worker(), engines)
@@ -138,7 +138,7 @@ def _open(resolved: ResolvedJob, folder: Path) -> tuple[ResolvedJob, CacheDirect
 
 
 def _complete(resolved: ResolvedJob, directory: CacheDirectory) -> bool:
-    return directory.complete_if_whole(resolved.plan, origin=asdict(resolved.job))
+    return directory.complete_if_whole(resolved.plan, origin=resolved.job.origin())
 
 
 class _Engines:
@@ -239,5 +239,6 @@ def _make_shard(
             cu_seqlens=sample.cu_seqlens,
             log_z=rows.log_z,
             hidden=rows.hidden,
+            label_logprob=rows.label_logprobs,
         )
     writer.publish()

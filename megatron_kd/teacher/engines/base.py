@@ -86,6 +86,8 @@ class RowRequest:
     temperatures: tuple[float, ...] = ()
     """Further temperatures τ whose normalizer log Σ_v exp(log p_v / τ) is kept, so that τ ≠ 1 is
     exact in training."""
+    labels: bool = False
+    """Also return the log-probability of each row's next token, whether it is kept or not."""
     hidden: bool = False
     """Also return the hidden states that the output layer reads."""
     beyond: MassBeyond = field(default_factory=MassBeyond, compare=False, repr=False)
@@ -123,6 +125,19 @@ class TeacherDocument:
     rows: np.ndarray
     """[r] int64, ascending: positions whose next-token distribution is wanted."""
 
+    def labels(self) -> np.ndarray:
+        """[r] int64, the token after each row.
+
+        Raises:
+            EngineError: A row is the text's last, after which none comes.
+        """
+        if len(self.rows) and int(self.rows[-1]) + 1 >= len(self.tokens):
+            raise EngineError(
+                "a text's last position is supervised, and no token of it follows there, so that "
+                "it has no log-probability; leave out --label-logprob, or clear the mask there"
+            )
+        return self.tokens[self.rows + 1].astype(np.int64)
+
     @property
     def run_tokens(self) -> int:
         """Tokens the teacher must read: what follows the last asked row cannot change any of
@@ -140,6 +155,8 @@ class TeacherRows:
     """[r, k] fp32, nats; -inf in unused slots."""
     log_z: dict[float, np.ndarray] = field(default_factory=dict)
     """τ: [r] fp32, log Σ_v exp(log p_v / τ)."""
+    label_logprobs: np.ndarray | None = None
+    """[r] fp32, nats, of the next token; None where they were not asked."""
     hidden: np.ndarray | None = None
     """[r, h] in the engine's dtype (fp32 where numpy lacks it)."""
 

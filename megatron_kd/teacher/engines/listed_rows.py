@@ -71,6 +71,7 @@ def rows_from_lists(
     engine: str,
     *,
     prompt: list[int] | None = None,
+    prompt_logprobs: Sequence[float | None] | None = None,
 ) -> TeacherRows:
     """Rows of a document from one (ids, logprobs) pair per prompt position.
 
@@ -80,6 +81,8 @@ def rows_from_lists(
     Args:
         prompt: Given where the engine lists the prompt's own token at each position: then rows of
             another position, or of another prompt, are found out.
+        prompt_logprobs: The log-probability of the token at each prompt position, where the engine
+            gives it beside its lists.
 
     Raises:
         EngineError: a position is missing, short of K, holds padding ids, is no distribution, or is
@@ -88,6 +91,8 @@ def rows_from_lists(
     wanted = min(request.topk, request.vocab_size)
     ids = np.empty((len(document.rows), wanted), np.int32)
     logprobs = np.empty((len(document.rows), wanted), np.float32)
+    labels = document.labels() if request.labels else None
+    label_logprobs = None if labels is None else np.empty(len(document.rows), np.float32)
     for line, row in enumerate(document.rows):
         entry = lists[row + 1] if row + 1 < len(lists) else None
         if entry is None or not len(entry[0]):
@@ -105,6 +110,17 @@ def rows_from_lists(
         values = np.asarray(entry[1], np.float32)[first]
         values[values <= STANDS_FOR_IMPOSSIBLE] = -np.inf
         _check(distinct, values, wanted, row, request, engine)
+        if labels is not None:
+            place = np.flatnonzero(distinct == labels[line])
+            value = (
+                values[place[0]] if len(place) else (prompt_logprobs or {row + 1: None})[row + 1]
+            )
+            if not isinstance(value, float | np.floating) or not value <= 1e-3:
+                raise EngineError(
+                    f"{engine}, prompt position {row + 1}: no log-probability came of its token "
+                    f"{labels[line]}; leave out --label-logprob"
+                )
+            label_logprobs[line] = -np.inf if value <= STANDS_FOR_IMPOSSIBLE else value
         ids[line], logprobs[line] = (
             part[0] for part in order_rows(distinct[None], values[None], wanted)
         )
@@ -114,7 +130,7 @@ def rows_from_lists(
         ids[cut], logprobs[cut] = -1, -np.inf
     unused = np.isneginf(logprobs)
     ids[unused] = -1
-    return TeacherRows(ids, logprobs)
+    return TeacherRows(ids, logprobs, label_logprobs=label_logprobs)
 
 
 def _check(

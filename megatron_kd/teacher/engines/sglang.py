@@ -67,7 +67,13 @@ class SglangEngine(TeacherEngine):
                 "stream": False,
             },
         )
-        return rows_from_lists(parse_generate(answer, prompt), document, self.request, "SGLang")
+        return rows_from_lists(
+            parse_generate(answer, prompt),
+            document,
+            self.request,
+            "SGLang",
+            prompt_logprobs=token_logprobs(answer, prompt) if self.request.labels else None,
+        )
 
 
 async def _describe_server(client: TeacherClient, server: str, teacher: str) -> TeacherDescription:
@@ -128,6 +134,23 @@ def parse_generate(answer: dict, prompt: list[int]) -> list[tuple[np.ndarray, np
             "--disable-radix-cache"
         )
     return lists
+
+
+def token_logprobs(answer: dict, prompt: list[int]) -> list[float | None]:
+    """The log-probability of each token of the prompt; None at position 0.
+
+    Raises:
+        EngineError: They are missing, or another prompt's.
+    """
+    entries = answer["meta_info"].get("input_token_logprobs")
+    try:
+        if [int(entry[1]) for entry in entries] != prompt:
+            raise EngineError("SGLang's input_token_logprobs are those of another prompt")
+        return [None if entry[0] is None else float(entry[0]) for entry in entries]
+    except (TypeError, IndexError, ValueError) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise EngineError(f"SGLang's input_token_logprobs are malformed: {error!r}") from error
 
 
 def _decoded(meta: dict, name: str, dtype: str) -> np.ndarray:

@@ -18,12 +18,14 @@ def select_sharded(
     request: RowRequest,
     uniforms: np.ndarray | None,
     group: dist.ProcessGroup,
+    labels: np.ndarray | None = None,
 ) -> Selected:
     """What `topk.select` gives, from logits whose columns are shared out over a group.
 
     Args:
         logits: [r, vp], this rank's columns, the first of which is vocabulary id first_id.
         uniforms: [r, k] float64 in [0, 1) with sampling "random", the same on every rank.
+        labels: [r] int64, the same on every rank: tokens whose log-probability is wanted.
 
     Returns:
         The same on every rank: ids [r, k] int32, log-probabilities [r, k] fp32, normalizers per
@@ -60,7 +62,14 @@ def select_sharded(
         order = kept.sort(dim=-1, descending=True, stable=True).indices[:, : request.topk]
         ids, kept = ids.gather(-1, order), cut_mass(kept.gather(-1, order), request.top_p)
     unused = kept == -torch.inf
-    return ids.masked_fill(unused, -1).int(), kept, log_z
+    label_logprobs = None
+    if labels is not None:
+        places = torch.as_tensor(labels, device=logits.device) - first_id
+        is_local = (places >= 0) & (places < width)
+        label_logprobs = torch.full_like(top, -torch.inf)
+        label_logprobs[is_local] = logprobs[is_local, places[is_local]]
+        dist.all_reduce(label_logprobs, op=dist.ReduceOp.MAX, group=group)
+    return Selected(ids.masked_fill(unused, -1).int(), kept, log_z, label_logprobs)
 
 
 def _draw_sharded(

@@ -4,6 +4,7 @@ Letters: r rows, n rows of a chunk, v vocabulary, h hidden size, k kept candidat
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +14,18 @@ from megatron_kd.teacher.engines.base import EngineError, RowRequest, TeacherRow
 # fp32 copies of a chunk of logits that live at once while it is selected from.
 _LOGIT_COPIES = 4
 
-Selected = tuple[torch.Tensor, torch.Tensor, dict[float, torch.Tensor]]
-"""ids [r, k] int32, log-probabilities [r, k] fp32, and per temperature the normalizer [r] fp32."""
+
+class Selected(NamedTuple):
+    """What is kept of r rows of logits."""
+
+    ids: torch.Tensor
+    """[r, k] int32."""
+    logprobs: torch.Tensor
+    """[r, k] fp32."""
+    log_z: dict[float, torch.Tensor]
+    """Per temperature the normalizer [r] fp32."""
+    label_logprobs: torch.Tensor | None
+    """[r] fp32 of the next tokens; None without them."""
 
 
 def chunk_rows(chunk_bytes: int, output_rows: int) -> int:
@@ -32,7 +43,8 @@ def select_by_chunks(
     request: RowRequest,
     uniforms: np.ndarray | None,
     rows_at_once: int,
-    select_chunk: Callable[[torch.Tensor, np.ndarray | None], Selected],
+    select_chunk: Callable[[torch.Tensor, np.ndarray | None, np.ndarray | None], Selected],
+    labels: np.ndarray | None = None,
 ) -> TeacherRows:
     """A document's rows, of which only a chunk is logits at a time.
 
@@ -40,14 +52,17 @@ def select_by_chunks(
         hidden_states: [r, h], what the output layer reads at the asked rows.
         uniforms: [r, k] float64 from `draws_of`.
         rows_at_once: Rows of a chunk.
-        select_chunk: What is kept of a chunk's hidden states [n, h] with its uniforms [n, k].
+        select_chunk: What is kept of a chunk's hidden states [n, h] with its uniforms [n, k] and
+            labels [n].
+        labels: [r] int64, the token after each row; None does not ask for its log-probability.
     """
     chunks = []
     for start in range(0, len(hidden_states), rows_at_once):
         part = slice(start, start + rows_at_once)
         drawn = None if uniforms is None else uniforms[part]
-        chunks.append(select_chunk(hidden_states[part], drawn))
-    ids, logprobs, log_z = zip(*chunks, strict=True)
+        following = None if labels is None else labels[part]
+        chunks.append(select_chunk(hidden_states[part], drawn, following))
+    ids, logprobs, log_z, label_logprobs = zip(*chunks, strict=True)
     return TeacherRows(
         topk_ids=torch.cat(ids).cpu().numpy(),
         topk_logprobs=torch.cat(logprobs).cpu().numpy(),
@@ -55,12 +70,16 @@ def select_by_chunks(
             tau: torch.cat([chunk[tau] for chunk in log_z]).cpu().numpy()
             for tau in request.temperatures
         },
+        label_logprobs=None if labels is None else torch.cat(label_logprobs).cpu().numpy(),
         hidden=hidden_states.float().cpu().numpy() if request.hidden else None,
     )
 
 
 def select(
-    logits: torch.Tensor, request: RowRequest, uniforms: np.ndarray | None = None
+    logits: torch.Tensor,
+    request: RowRequest,
+    uniforms: np.ndarray | None = None,
+    labels: np.ndarray | None = None,
 ) -> Selected:
     """Keeps what `request` asks of each row of logits.
 
@@ -68,11 +87,11 @@ def select(
         logits: [r, ≥ vocab_size] of any float dtype; columns from vocab_size on are padding: their
             mass is counted in `request.beyond`, and nothing of it is kept.
         uniforms: [r, k] float64 in [0, 1), needed with sampling "random": one number per draw.
+        labels: [r] int64, tokens whose log-probability is wanted, kept or not.
 
     Returns:
-        ids [r, k] int32 and log-probabilities [r, k] fp32 (nats, whole-vocabulary normalizer),
-        falling, ties by rising id, -1 and -inf in unused slots; and per temperature τ the
-        normalizer log Σ_v exp(log p_v / τ), [r] fp32.
+        Log-probabilities in nats under the whole vocabulary's normalizer, falling, ties by rising
+        id, -1 and -inf in unused slots; normalizers log Σ_v exp(log p_v / τ).
 
     Raises:
         EngineError: the logits are narrower than vocab_size, hold NaN, or have most of a row's
@@ -102,7 +121,11 @@ def select(
         kept = logprobs.gather(-1, ids)
         kept = cut_mass(kept, request.top_p)
     unused = kept == -torch.inf
-    return ids.masked_fill(unused, -1).int(), kept, log_z
+    label_logprobs = None
+    if labels is not None:
+        places = torch.as_tensor(labels, device=logprobs.device)[:, None]
+        label_logprobs = logprobs.gather(-1, places)[:, 0]
+    return Selected(ids.masked_fill(unused, -1).int(), kept, log_z, label_logprobs)
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -85,9 +85,10 @@ class LoadedModel:
                     self.request,
                     draws_of(document.tokens, document.rows, self.request),
                     self._chunk_rows,
-                    lambda part, uniforms: select(
-                        self._logits(output, part), self.request, uniforms
+                    lambda part, uniforms, labels: select(
+                        self._logits(output, part), self.request, uniforms, labels
                     ),
+                    document.labels() if self.request.labels else None,
                 )
             )
         return results

@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topk", type=int, default=KeptRows.topk, help="candidates per row")
     add("--topk-mass", type=float, default=KeptRows.top_p, help="cut them at this mass")
     add("--temperatures", type=float, nargs="+", default=KeptRows.temperatures)
+    add("--label-logprob", action="store_true", help="keep that of each token of the responses")
     add("--codec", default=KeptRows.codec, choices=CODECS)
     add("--license", dest="licence", metavar="LICENSE", help="default: the model card's")
     add(
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
             topk=args.topk,
             top_p=args.topk_mass,
             temperatures=tuple(args.temperatures),
+            label_logprob=args.label_logprob,
             codec=args.codec,
             licence=args.licence,
             validation_fraction=args.validation_fraction,

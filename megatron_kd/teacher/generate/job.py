@@ -40,6 +40,8 @@ class KeptRows:
     topk: int = 100
     top_p: float = RowRequest.top_p
     temperatures: tuple[float, ...] = RowRequest.temperatures
+    label_logprob: bool = False
+    """Keep the log-probability of each token of the response."""
     codec: str = "compact"
     licence: str | None = None
     """The model's license; None takes what its model card says. The manifest spells it so."""
@@ -144,6 +146,7 @@ def resolve(job: GenerateJob, report: Callable[[str], None]) -> ResolvedGenerati
             vocab_size=vocabulary_size(tokenizer),
             top_p=job.rows.top_p,
             temperatures=job.rows.temperatures,
+            labels=job.rows.label_logprob,
         )
     engine.refuse(job.sampling, request)
     with explained_absence(job.engine):
@@ -273,6 +276,7 @@ def _caches(job, spec, described, prompts, shards, tokenizer) -> dict[str, Cache
         packing="none",
         data={"prompts": spec["prompts"]["sha256"], "seq_length": longest - 1},
         temperatures=rows.temperatures,
+        label_logprob=rows.label_logprob,
         licence=rows.licence or described.license,
         parameters={"generated": spec["sampling"], **spec["parameters"]},
     )

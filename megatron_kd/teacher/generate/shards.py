@@ -199,5 +199,12 @@ def _publish_rows(
             mask = np.zeros(len(tokens), bool)
             mask[len(prompt.tokens) - 1 : -1] = True
             rows = response.rows
-            writer.append(tokens, mask, rows.topk_ids, rows.topk_logprobs, log_z=rows.log_z)
+            writer.append(
+                tokens,
+                mask,
+                rows.topk_ids,
+                rows.topk_logprobs,
+                log_z=rows.log_z,
+                label_logprob=rows.label_logprobs,
+            )
     writer.publish()

@@ -148,10 +148,11 @@ class _Choice(transformers.LogitsProcessor):
                 "the model's logits hold NaN: a dtype it was not trained in (try --dtype bfloat16 "
                 "or float32), or damaged weights"
             )
-        if self.request is not None:
-            self._kept.append(select(logits, self.request))
         uniforms = [draw.random() for draw in self.draws]
         chosen = draw_tokens(logits, self.sampling, uniforms)
+        if self.request is not None:
+            labels = chosen if self.request.labels else None
+            self._kept.append(select(logits, self.request, labels=labels))
         decided = torch.full_like(scores, -torch.inf)
         return decided.scatter_(-1, chosen[:, None], 0.0)
 
@@ -159,7 +160,7 @@ class _Choice(transformers.LogitsProcessor):
         """[steps, b, k] of all steps; None where nothing was asked."""
         if self.request is None:
             return None
-        ids, logprobs, log_z = zip(*self._kept, strict=True)
+        ids, logprobs, log_z, label_logprobs = zip(*self._kept, strict=True)
         return TeacherRows(
             torch.stack(ids).cpu().numpy(),
             torch.stack(logprobs).cpu().numpy(),
@@ -167,6 +168,7 @@ class _Choice(transformers.LogitsProcessor):
                 tau: torch.stack([step[tau] for step in log_z]).cpu().numpy()
                 for tau in self.request.temperatures
             },
+            torch.stack(label_logprobs).cpu().numpy() if self.request.labels else None,
         )
 
 
@@ -176,6 +178,7 @@ def _of_line(rows: TeacherRows, line: int, count: int) -> TeacherRows:
         rows.topk_ids[:count, line],
         rows.topk_logprobs[:count, line],
         {tau: values[:count, line] for tau, values in rows.log_z.items()},
+        None if rows.label_logprobs is None else rows.label_logprobs[:count, line],
     )
 
 

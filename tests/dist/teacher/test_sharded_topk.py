@@ -48,7 +48,8 @@ def all_cases(rank):
             whole = logits_of(columns, levels, request.vocab_size)
             local = whole[:, rank * part : (rank + 1) * part]
             uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
-            got = select_sharded(local, rank * part, request, uniforms, dist.group.WORLD)
+            labels = np.arange(ROWS) * 7 % request.vocab_size
+            got = select_sharded(local, rank * part, request, uniforms, dist.group.WORLD, labels)
             found[name, levels] = *got, request.beyond
     return found
 
@@ -56,12 +57,14 @@ def all_cases(rank):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_the_whole_vocabulary(world):
     ranks = run_ranks(world, all_cases)
-    for (name, levels), (ids, logprobs, log_z, beyond) in ranks[0].items():
+    for (name, levels), (ids, logprobs, log_z, label_logprobs, beyond) in ranks[0].items():
         columns, fields = CASES[name]
         request = RowRequest(**fields)
         uniforms = draws_of(np.arange(ROWS + 1, dtype=np.int32), np.arange(ROWS), request)
+        labels = np.arange(ROWS) * 7 % request.vocab_size
         whole = logits_of(columns, levels, request.vocab_size)
-        want_ids, want_logprobs, want_z = select(whole, request, uniforms)
+        want_ids, want_logprobs, want_z, want_labels = select(whole, request, uniforms, labels)
+        torch.testing.assert_close(label_logprobs, want_labels, atol=1e-5, rtol=0)
         assert beyond.largest == pytest.approx(request.beyond.largest, rel=1e-5)
         assert beyond.total == pytest.approx(request.beyond.total, rel=1e-5)
         assert (beyond.largest > 0.1) == (request.vocab_size < columns)

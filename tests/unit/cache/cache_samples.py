@@ -46,6 +46,14 @@ def make_samples(seed=0, count=6, vocab_size=1000, topk=8, tokens=(20, 60), **ki
     ]
 
 
+def label_logprobs(tokens, ids, logprobs):
+    """[n] fp32: what the rows say of each next token, or a guess where they say nothing."""
+    following = np.append(tokens[1:], 0)
+    found = ids == following[:, None]
+    kept = np.where(found, logprobs, 0.0).sum(axis=1)
+    return np.where(found.any(axis=1), kept, -9.5 - 0.01 * np.arange(len(tokens))).astype("f4")
+
+
 def write_cache(path, samples, *, shard_positions=60, origin=None, **description):
     """A cache of samples as `make_samples` gives them."""
     settings = dict(vocab_size=1000, topk=8, teacher="teacher", tokenizer="tokenizer")

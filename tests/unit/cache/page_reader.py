@@ -25,7 +25,8 @@ class PageReader:
         text = (self.folder / "manifest.json").read_text()
         self.manifest = json.loads(text)
         assert canonical(self.manifest) == text
-        assert (self.manifest["format"], self.manifest["version"]) == ("megatron-kd cache", 1)
+        assert self.manifest["format"] == "megatron-kd cache"
+        assert self.manifest["version"] == (2 if self.manifest.get("label_logprob") else 1)
         without = dict(self.manifest)
         assert without.pop("checksum") == sha256(without)
         fingerprint = without.pop("fingerprint")
@@ -101,6 +102,7 @@ class PageReader:
                 list(self.tensors[f"log_z.{number}"][begin:end])
                 for number in range(len(self.spec["temperatures"]))
             ],
+            "label_logprob": list(self.tensors.get("label_logprob", ())[begin:end]),
             "hidden": [
                 list(self.tensors["hidden"][row * width : (row + 1) * width])
                 for row in range(begin, end)

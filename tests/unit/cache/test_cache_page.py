@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_samples import make_sample
+from cache_samples import label_logprobs, make_sample
 from page_reader import PageReader
 
 from megatron_kd.cache import CacheReader, CacheSpec, CacheWriter
@@ -23,6 +23,7 @@ def test_a_reader_written_from_the_page(tmp_path, codec, vocab_size, topk, shape
         temperatures=(2.0, 0.7),
         hidden_size=3,
         hidden_dtype=dtype,
+        label_logprob=shape == "wide",
     )
     with CacheWriter(tmp_path / "c", spec, shard_positions=30) as writer:
         for number in range(5):
@@ -31,6 +32,7 @@ def test_a_reader_written_from_the_page(tmp_path, codec, vocab_size, topk, shape
             if number > 2 and topk > 2:  # shards with and without varying counts
                 unused = np.arange(topk) >= rng.integers(1, topk, n)[:, None]
                 ids[unused], logprobs[unused] = -1, -np.inf
+            label = label_logprobs(tokens, ids, logprobs) if shape == "wide" else None
             writer.append(
                 tokens,
                 mask,
@@ -39,6 +41,7 @@ def test_a_reader_written_from_the_page(tmp_path, codec, vocab_size, topk, shape
                 cu_seqlens=np.array([0, 1, n]),
                 log_z={2.0: rng.normal(size=n), 0.7: rng.normal(size=n)},
                 hidden=rng.normal(size=(n, 3)),
+                label_logprob=label,
             )
     reader, count = CacheReader(tmp_path / "c"), 0
     for index, want in enumerate(PageReader(tmp_path / "c").samples()):
@@ -49,6 +52,8 @@ def test_a_reader_written_from_the_page(tmp_path, codec, vocab_size, topk, shape
         np.testing.assert_allclose(got.mass[mask], want["mass"], rtol=1e-6)
         for tau, column in zip((2.0, 0.7), want["log_z"], strict=True):
             np.testing.assert_array_equal(got.log_z[tau][mask], np.float32(column))
+        label = [] if got.label_logprob is None else got.label_logprob[mask].tolist()
+        assert label == want["label_logprob"] and bool(label) == (shape == "wide" and mask.any())
         np.testing.assert_array_equal(got.hidden[mask], np.float32(want["hidden"]).reshape(-1, 3))
         for ids, logprobs, row in zip(
             got.topk_ids[mask], got.topk_logprobs[mask], want["rows"], strict=True

@@ -229,6 +229,8 @@ class ModelServer:
         rows = full_logprobs(self.model, prompt)[:-1]
         top = rows.topk(count)
         meta = {"id": "0", "prompt_tokens": len(prompt), "completion_tokens": 1}
+        said = [None, *rows[range(len(prompt) - 1), prompt[1:]].tolist()]
+        meta["input_token_logprobs"] = [[v, t, None] for v, t in zip(said, prompt, strict=True)]
         if self.flat and body.get("return_flat_raw_top_logprobs"):
             meta |= flat_fields(top.values, top.indices)
         else:

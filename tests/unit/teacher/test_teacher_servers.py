@@ -5,11 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model_servers import ModelServer
-from tiny_teacher import VOCAB, documents
+from tiny_teacher import VOCAB, documents, full_logprobs
 from transformers import LlamaForCausalLM
 
 from megatron_kd.teacher.engines import http_client
-from megatron_kd.teacher.engines.base import EngineError, EngineUnavailable, RowRequest
+from megatron_kd.teacher.engines.base import (
+    EngineError,
+    EngineUnavailable,
+    RowRequest,
+    TeacherDocument,
+)
 from megatron_kd.teacher.engines.http_client import HttpOptions
 from megatron_kd.teacher.engines.sglang import SglangEngine
 from megatron_kd.teacher.engines.transformers import TransformersEngine, TransformersOptions
@@ -48,6 +53,46 @@ def test_rows_equal_the_transformers_engine(engine, flat, top_p, model, teacher_
     for index in want:
         np.testing.assert_array_equal(got[index].topk_ids, want[index].topk_ids)
         np.testing.assert_allclose(got[index].topk_logprobs, want[index].topk_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_next_tokens_log_probability_is_the_transformers_engines(
+    engine, flat, model, teacher_dir
+):
+    docs = [replace(d, rows=d.rows[d.rows + 1 < len(d.tokens)]) for d in documents(7, [17, 40, 9])]
+    request = replace(REQUEST, labels=True)
+    want = dict(TransformersEngine(teacher_dir, request, TransformersOptions()).stream(docs))
+    with ModelServer(model, flat=flat) as server:
+        got = ask(engine, server, docs, request)
+        outside = 0
+        for index, document in enumerate(docs):
+            rows = full_logprobs(model, document.tokens)[document.rows]
+            truth = rows[range(len(rows)), document.labels()]
+            np.testing.assert_allclose(want[index].label_logprobs, truth, atol=1e-5)
+            np.testing.assert_allclose(got[index].label_logprobs, truth, atol=1e-4)
+            outside += int((got[index].topk_ids != document.labels()[:, None]).all(1).sum())
+        assert outside > 10
+        last = TeacherDocument(docs[0].tokens, np.array([len(docs[0].tokens) - 1]))
+        with pytest.raises(EngineError, match="last position is supervised"):
+            ask(engine, server, [last], request)
+
+
+def test_sglangs_token_log_probabilities_are_those_of_the_prompt(model):
+    def spoil(answer):
+        answer["meta_info"]["input_token_logprobs"][3][1] += 1
+        return answer
+
+    def lose(answer):
+        del answer["meta_info"]["input_token_logprobs"]
+        return answer
+
+    request, docs = replace(REQUEST, labels=True), [documents(8, [12])[0]]
+    docs[0] = replace(docs[0], rows=docs[0].rows[:3])
+    for fault, words in ((spoil, "another prompt"), (lose, "malformed")):
+        with ModelServer(model, faults=[fault]) as server:
+            with pytest.raises(EngineError, match=words):
+                ask(SglangEngine, server, docs, request)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

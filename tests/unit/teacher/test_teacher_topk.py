@@ -22,7 +22,7 @@ def test_largest_breaks_ties_by_smaller_id(count, levels):
 
 def test_bf16_logits_share_the_last_place():
     logits = (torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    ids, logprobs, _ = select(logits, RowRequest(topk=100, vocab_size=5000))
+    ids, logprobs, *_ = select(logits, RowRequest(topk=100, vocab_size=5000))
     want = logits.float().log_softmax(-1)
     assert ids.tolist() == naive_largest(want, 100)
     torch.testing.assert_close(logprobs, want.gather(-1, ids.long()), rtol=0, atol=0)
@@ -32,7 +32,7 @@ def test_padding_rows_have_no_mass():
     logits = torch.zeros(3, 40)
     logits[1, 33:] = 1.2  # padding that would win
     request = RowRequest(topk=4, vocab_size=33, temperatures=(2.0,))
-    ids, logprobs, log_z = select(logits, request)
+    ids, logprobs, log_z, _ = select(logits, request)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     torch.testing.assert_close(logprobs.exp(), torch.full((3, 4), 1 / 33))
     # Σ_v exp(log p_v / 2) = 33 · 33^(-1/2)
@@ -54,7 +54,7 @@ def test_a_row_that_lies_mostly_beyond_the_vocabulary_is_refused(dtype):
 
 def test_normalizer_at_a_temperature_gives_that_distribution():
     logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)) * 4
-    ids, logprobs, log_z = select(
+    ids, logprobs, log_z, _ = select(
         logits, RowRequest(topk=7, vocab_size=200, temperatures=(0.5, 3.0))
     )
     for tau in (0.5, 3.0):
@@ -64,7 +64,7 @@ def test_normalizer_at_a_temperature_gives_that_distribution():
 
 def test_top_p_keeps_the_candidate_that_reaches_it():
     probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]])
-    ids, logprobs, _ = select(probabilities.log(), RowRequest(topk=3, vocab_size=4, top_p=0.75))
+    ids, logprobs, *_ = select(probabilities.log(), RowRequest(topk=3, vocab_size=4, top_p=0.75))
     assert ids.tolist() == [[0, 1, -1], [0, -1, -1]]
     assert torch.isneginf(logprobs[1, 1:]).all()
 
@@ -72,7 +72,7 @@ def test_top_p_keeps_the_candidate_that_reaches_it():
 def test_impossible_tokens_are_not_kept():
     logits = torch.full((1, 10), -torch.inf)
     logits[0, [3, 8]] = 0.0
-    ids, logprobs, _ = select(logits, RowRequest(topk=4, vocab_size=10))
+    ids, logprobs, *_ = select(logits, RowRequest(topk=4, vocab_size=10))
     assert ids.tolist() == [[3, 8, -1, -1]]
     assert torch.isneginf(logprobs[0, 2:]).all()
 
@@ -94,7 +94,7 @@ def test_random_draws_are_unbiased_and_repeat():
     request = RowRequest(topk=4, vocab_size=4, sampling="random")
     uniforms = draws_of(tokens, rows, request)
     logits = torch.from_numpy(np.log(probabilities)).float().expand(4000, 4)
-    ids, logprobs, _ = select(logits, request, uniforms)
+    ids, logprobs, *_ = select(logits, request, uniforms)
     weights = logprobs.double().exp()
     assert torch.allclose(weights.sum(-1), torch.ones(4000, dtype=torch.double))
     for row in ids.tolist():
