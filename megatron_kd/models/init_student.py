@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         f"({','.join(map(str, layers))}), {widths['kv_groups']} of {shape.kv_groups} key/value "
         f"groups, {widths['ffn_size']} of {shape.ffn_size} feed-forward and "
         f"{widths['hidden_size']} of {shape.hidden_size} hidden channels, "
-        f"{record['parameters'] / 1e6:.1f} M parameters"
+        f"{record['parameters'] / 1e6:.1f} M parameters, "
+        f"{record['parameters'] / record['teacher_parameters']:.0%} of the teacher's"
     )
     return 0
 

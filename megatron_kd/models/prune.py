@@ -65,13 +65,14 @@ def write_student(
     fingerprint.pop("name")  # a folder's name says where it lay, not what it was
     positions = {layer: position for position, layer in enumerate(selection.layers)}
     with published_directory(output, overwrite=overwrite) as folder:
-        weights = {}
+        weights, teacher_parameters = {}, 0
         for name, weight in _teacher_weights(teacher):
             layer, inner, axes = locate(name)
             if name in selection.norm_gains:
                 weight = (weight.double() * selection.norm_gains[name]).to(weight.dtype)
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
+            teacher_parameters += weight.numel()
             if layer is None:
                 weights[name] = select_weight(weight, axes, selection, shape, None)
             elif layer in positions:
@@ -95,6 +96,7 @@ def write_student(
             "hidden_channels": _compact((selection.hidden,), shape.hidden_size),
             "chosen_by": chosen_by,
             "parameters": parameters,
+            "teacher_parameters": teacher_parameters,
         }
         (folder / PROVENANCE).write_text(json.dumps(record, indent=1) + "\n")
     return record

@@ -164,8 +164,8 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["student", "teacher"]
 
 
-def test_provenance_names_the_teacher_without_its_place(tmp_path):
-    write_model("qwen3", tmp_path / "teacher")
+def test_provenance_names_the_teacher_without_its_place(tmp_path, capsys):
+    teacher = write_model("qwen3", tmp_path / "teacher")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "teacher").rename(tmp_path / "elsewhere" / "other-name")
     assert cut(tmp_path / "elsewhere" / "other-name", tmp_path / "student", "--layers", "3") == 0
@@ -174,7 +174,10 @@ def test_provenance_names_the_teacher_without_its_place(tmp_path):
     assert record["layers"] == [0, 2, 4] and record["kv_groups"] == "all"
     assert len(record["teacher"]["weights_xxh3_128"]) == 32
     assert "elsewhere" not in text and "other-name" not in text
-    assert record["parameters"] == sum(p.numel() for p in load(tmp_path / "student").parameters())
+    student = load(tmp_path / "student")
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (student, teacher)]
+    assert [record["parameters"], record["teacher_parameters"]] == sizes
+    assert f"{sizes[0] / sizes[1]:.0%} of the teacher's" in capsys.readouterr().out
 
 
 def test_sharded_teacher(tmp_path):
