@@ -12,6 +12,7 @@ import sys
 import warnings
 from typing import NamedTuple
 
+from megatron_kd.extras import MissingExtra, remedy
 from megatron_kd.full_disk import full_disk
 from megatron_kd.teacher.engines import ENGINES
 
@@ -59,21 +60,6 @@ DEVELOPER_COMMANDS = {
     "gpu-check": Command("megatron_kd.tools.gpu_check.command", "check a machine with GPUs"),
 }
 
-EXTRAS = {
-    # package that may be missing: the extra of this package that brings it
-    "gguf": "gguf",
-    "lm_eval": "eval",
-    "sglang": "sglang",
-    "vllm": "vllm",
-}
-# The training host's packages, as they are imported and as importlib.metadata names them. No extra:
-# pip would build CUDA packages for them.
-HOST = ("megatron", "megatron-bridge", "modelopt")
-HOST_REMEDY = (
-    "install Megatron-Bridge: scripts/setup.sh on a machine without a GPU, the image of "
-    "container/Dockerfile on GPUs"
-)
-
 ENGINES["megatron"] = "megatron_kd.host.megatron_engine.engine:MegatronEngine"
 
 
@@ -108,12 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return parse_and_run(name, command, arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        missing = _missing_extra(error)
+        to_install = _remedy(error)
         is_fault = isinstance(error, ModuleNotFoundError) or name in TELLS_ITS_BAD_INPUT
-        if is_fault and not missing:
+        if is_fault and not to_install and not isinstance(error, MissingExtra):
             raise  # of this package, of the host or of the installation, not of the command line
         # Bad input: the message is the whole story.
-        print(f"megatron-kd {name}: {error}{missing}", file=sys.stderr)
+        print(f"megatron-kd {name}: {error}{to_install}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"megatron-kd {name}: stopped", file=sys.stderr)
@@ -126,18 +112,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _missing_extra(error: BaseException) -> str:
-    """How to install the optional package whose absence is the error, or its cause; else ''."""
+def _remedy(error: BaseException) -> str:
+    """How to install the package whose absence is the error, or its cause; '' where that is
+    another, or the error says it already."""
     absence = error if isinstance(error, ModuleNotFoundError) else error.__cause__
     if not isinstance(absence, ModuleNotFoundError):
         return ""
-    package = (absence.name or "").split(".")[0]
-    if package in HOST:
-        return f": {HOST_REMEDY}"
-    extra = EXTRAS.get(package)
-    if extra is None or f"megatron-kd[{extra}]" in str(error):
-        return ""
-    return f": pip install 'megatron-kd[{extra}]'"
+    found = remedy(absence.name or "")
+    return "" if found is None or isinstance(absence, MissingExtra) else f": {found}"
 
 
 def find_command(words: list[str]) -> tuple[str, Command, list[str]]:

@@ -115,13 +115,7 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _open(gguf_file: Path):
-    try:
-        from gguf import GGUFReader
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"reading {gguf_file.name} needs the package {error.name}, which is not installed; "
-            "pip install 'megatron-kd[gguf]'"
-        ) from error
+    from gguf import GGUFReader
 
     with open(gguf_file, "rb") as file:
         if file.read(4) != b"GGUF":

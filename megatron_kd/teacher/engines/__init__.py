@@ -8,6 +8,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping
 
+from megatron_kd.extras import MissingExtra
 from megatron_kd.teacher.engines.base import EngineError, TeacherEngine
 
 ENGINES: dict[str, str | type[TeacherEngine]] = {
@@ -45,6 +46,8 @@ def explained_absence(name: str) -> Iterator[None]:
     session, `describe` or the constructor."""
     try:
         yield
+    except MissingExtra as error:
+        raise EngineError(f"the {name} engine cannot be used: {error}") from error
     except ModuleNotFoundError as error:
         raise EngineError(
             f"the {name} engine needs the package {error.name}, which is not installed here"
