@@ -31,6 +31,7 @@ from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.dataset_provider import DistillDatasetProvider
 from megatron_kd.host.parameters import complete as weights_complete
 from megatron_kd.host.versions import every_version, rotary, windows
+from megatron_kd.models.weight_files import check_weight_files
 from megatron_kd.typed_mapping import ConfigError, update
 
 # key → (required value, why). `checks` refuses a user who asks for another value.
@@ -70,6 +71,11 @@ def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = No
             f"{hf_path} is not a Hugging Face model directory (no config.json); make a student "
             "with `megatron-kd init-student`, or give the path of a downloaded model"
         )
+    if load_weights:
+        try:
+            check_weight_files(directory)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     bridge = AutoBridge.from_hf_pretrained(str(directory))
     try:
         provider = bridge.to_megatron_provider(load_weights=load_weights)

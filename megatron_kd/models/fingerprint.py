@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_kd.files import file_checksum
+from megatron_kd.models.weight_files import check_weight_files
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -23,7 +24,7 @@ def model_directory(teacher: str | os.PathLike) -> Path:
     """The folder of a local Hugging Face model.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: It is not one, or its weight files are incomplete.
     """
     path = Path(teacher)
     if not (path / "config.json").is_file():
@@ -31,6 +32,7 @@ def model_directory(teacher: str | os.PathLike) -> Path:
             f"{teacher} is not a Hugging Face model directory (no config.json); only local "
             "directories are read"
         )
+    check_weight_files(path)
     return path
 
 

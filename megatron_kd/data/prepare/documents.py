@@ -165,9 +165,14 @@ def load_tokenizer(path: str | os.PathLike):
     """
     from transformers import AutoTokenizer
 
+    name = os.fspath(path)
+    is_path = name.startswith((os.sep, ".", "~")) or name.count(os.sep) != 1
+    if is_path and os.sep in name and not os.path.isdir(name):  # no name of a model on the hub
+        raise ValueError(f"no tokenizer at {path}: there is no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        # The last two are transformers' own words for a directory with a model and no tokenizer.
         raise ValueError(
             f"no tokenizer at {path}; give a Hugging Face directory, or the name of a model on the "
             f"hub and a network ({str(error).splitlines()[0]})"

@@ -134,15 +134,18 @@ def load_model(path: Path, options) -> transformers.PreTrainedModel:
     device_map = options.device_map
     if device_map and device_map.startswith("{"):
         device_map = json.loads(device_map)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        path,
-        **{dtype_key: dtype},
-        device_map=device_map,
-        attn_implementation=options.attention,
-        trust_remote_code=options.trust_remote_code,
-        output_loading_info=True,
-        local_files_only=True,
-    )
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            **{dtype_key: dtype},
+            device_map=device_map,
+            attn_implementation=options.attention,
+            trust_remote_code=options.trust_remote_code,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except ImportError as error:  # a package that --attention or the model's own code asks for
+        raise EngineError(f"{path} cannot be loaded as asked: {error}") from error
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     if missing or mismatched:

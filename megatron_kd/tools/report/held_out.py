@@ -6,9 +6,11 @@ different sums, the held-out KL is one.
 """
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from rich.table import Table
 
+from megatron_kd.models.weight_files import check_weight_files
 from megatron_kd.tools.console import table_console
 
 
@@ -68,6 +70,7 @@ def held_out_scores(
     vocab_size = sequences.manifest["vocab_size"]
 
     def load(directory):
+        check_weight_files(Path(directory))
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         rows = model.config.get_text_config().vocab_size
         if rows < vocab_size:
