@@ -16,19 +16,11 @@ from megatron_kd.host.cpu import backend as cpu_backend
 
 def main() -> None:
     cpu_backend.activate()
-    import megatron.core.tensor_parallel.mappings as mappings
-
     from megatron_kd.host import container, versions
     from megatron_kd.host.parity import host_model, proof
 
     versions.apply_patches()
-    mend, depart, reduce = container.correct_conversion, host_model.departures, mappings._reduce
-
-    def reduce_into_new(tensor, group):
-        """gpt_oss adds in place to what a group of one returns unchanged."""
-        return tensor.clone() if group.size() == 1 else reduce(tensor, group)
-
-    mappings._reduce = reduce_into_new
+    mend, depart = container.correct_conversion, host_model.departures
     for configuration, options in json.load(sys.stdin):
         by_layer = options.get("layer_by_layer", False)
         container.correct_conversion = (lambda *_: None) if options.get("unmended") else mend

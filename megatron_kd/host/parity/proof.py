@@ -30,6 +30,8 @@ from megatron_kd.typed_mapping import ConfigError
 SWITCH = "student.check_parity=false"
 WEIGHTS_LENGTH = 256
 """Positions of the sequences on which a directory's own weights are compared."""
+WEIGHTS_ROUNDING = 10
+"""How much more rounding the layers of a whole model may add up than the few of its copy."""
 
 
 def tolerance() -> float:
@@ -188,7 +190,7 @@ def prove_weights(role: str, path: str, subject: dict) -> dict:
     except shrunken.CannotShrinkError as error:
         raise ConfigError(f"transformers cannot run the {role} {path}: {error}") from error
     what = f"the {role} {path} ({settings.model_type})"
-    found = _compare(Path(path), what, expected, subject, None, 10 * tolerance())
+    found = _compare(Path(path), what, expected, subject, None, WEIGHTS_ROUNDING * tolerance())
     return found | {
         "of": "the weights",
         "model": path,

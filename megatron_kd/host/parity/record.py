@@ -4,6 +4,7 @@ One JSON file for each proof, named by a hash over all that it depends on, in th
 this machine's user; a run's own proofs are also written beside it.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -16,9 +17,10 @@ from megatron_kd.files import publish, sha256_json
 
 RECORD = "parity.json"
 FOLDER_VARIABLE = "MEGATRON_KD_CACHE"
-PACKAGES = ("megatron-bridge", "megatron-core", "transformers", "torch")
-DECIDES = Path(__file__).parents[1]
-"""The folder of the code that decides what the host computes."""
+PACKAGES = ("megatron-bridge", "megatron-core", "transformers", "torch", "transformer-engine")
+CODE = Path(__file__).parents[2]
+DECIDES = ("host/**/*.py", "models/transformers_faults.py")
+"""The code that decides what the host and transformers compute."""
 
 
 def cache_folder() -> Path:
@@ -36,7 +38,7 @@ def key_of(subject: dict) -> str:
     Args:
         subject: What was compared: plain values, or values with a repr that tells them apart.
     """
-    installed = {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {name: _version(name) for name in PACKAGES}
     return sha256_json(
         {"subject": json.loads(json.dumps(subject, default=repr)), "installed": installed}
         | {"code": _code_hash()}
@@ -51,11 +53,10 @@ def known(key: str, output_dir: str | None) -> dict | None:
 
 def keep(key: str, proof: dict, output_dir: str | None) -> None:
     """Write a proof into the cache folder, where that can be written, and beside the run."""
-    try:
+    # A machine without a home folder compares again; the run's own record is below.
+    with contextlib.suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         publish(_file(key), json.dumps(proof, indent=1))
-    except OSError:
-        pass  # a machine without a home folder compares again; the run's own record is below
     if output_dir is not None:
         path = Path(output_dir) / RECORD
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +74,17 @@ def _read(path: Path) -> dict:
         return {}
 
 
+def _version(name: str) -> str | None:
+    """None where it is not installed, as Transformer Engine on a CPU."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def _code_hash() -> str:
     whole = xxhash.xxh3_128()
-    for path in sorted(DECIDES.rglob("*.py")):
-        whole.update(path.relative_to(DECIDES).as_posix().encode() + path.read_bytes())
+    for path in sorted(path for pattern in DECIDES for path in CODE.glob(pattern)):
+        whole.update(path.relative_to(CODE).as_posix().encode() + path.read_bytes())
     return whole.hexdigest()

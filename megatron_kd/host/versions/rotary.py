@@ -3,9 +3,10 @@
 What both tested hosts do, measured against transformers on tiny models: scaled positions of type
 llama3 are scaled for an original length of 8,192 and factors of 1 and 4 whatever the directory
 says (Core takes no others); type linear is dropped by Bridge 0.3; type yarn is reset to plain
-positions by the converters of Llama, Qwen2, Qwen3 and Mistral, but for its factor on the
-attention; gpt_oss's yarn is written out with its published values. Here the frequencies that
-transformers computes are compared with the host's, and put in their place where they differ.
+positions by the converters of Llama, Qwen2 and Qwen3, but for its factor on the attention
+(Mistral's ends in a TypeError of its own); gpt_oss's yarn is written out with its published values.
+Here the frequencies that transformers computes are compared with the host's, and put in their place
+where they differ.
 """
 
 import importlib

@@ -38,6 +38,17 @@ def test_another_version_of_host_or_code_is_another_subject(monkeypatch):
     assert record.key_of(SUBJECT) != key
 
 
+@pytest.mark.parametrize("file", ["host/versions/windows.py", "models/transformers_faults.py"])
+def test_what_either_side_is_corrected_by_has_a_say_in_the_name(folder, monkeypatch, file):
+    monkeypatch.setattr(record, "CODE", folder)
+    for name in ("host/versions/windows.py", "models/transformers_faults.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("before")
+    before = record._code_hash.__wrapped__()
+    (folder / file).write_text("after")
+    assert record._code_hash.__wrapped__() != before
+
+
 def test_the_record_beside_a_run_holds_every_proof_and_serves_another_machine(folder, monkeypatch):
     run = str(folder / "run")
     record.keep("first", PROOF, run)
