@@ -24,6 +24,7 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
+from transformers import AutoConfig
 
 from megatron_kd.config import NO_PEFT, DistillConfig
 from megatron_kd.host import sharded_weights, versions
@@ -65,12 +66,7 @@ def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = No
         load_weights: Whether the model starts from its weights.
         on_cpu: Whether it is for the CPU backend; None asks whether that is active.
     """
-    directory = Path(hf_path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{hf_path} is not a Hugging Face model directory (no config.json); make a student "
-            "with `megatron-kd init-student`, or give the path of a downloaded model"
-        )
+    directory = _model_directory(hf_path)
     if load_weights:
         try:
             check_weight_files(directory)
@@ -123,10 +119,12 @@ def adapt(container: ConfigContainer, config: DistillConfig) -> dict:
     """Make a configuration that a user built with the host's own classes that of a distillation.
 
     Its dataset is replaced by ours; fields that still hold the host's default get the value that
-    distillation requires; hooks are registered on its model provider.
+    distillation requires; hooks are registered on its model provider. What the host's converter
+    drops of the student's windows and positions is set, as a recipe's student has it.
 
     Args:
-        container: Changed in place. Its model is the provider of the student.
+        container: Changed in place. Its model is the provider of the student, as the host's
+            converter returned it.
         config: Everything else of the run. Its section `bridge` must be empty.
 
     Returns:
@@ -145,6 +143,8 @@ def adapt(container: ConfigContainer, config: DistillConfig) -> dict:
     asked = _set_by_hand(container)
     on_cpu, student = cpu_backend.is_active(), config.student
     _adapt_provider(container.model, student.hf_path, student.load_weights, on_cpu)
+    configuration = AutoConfig.from_pretrained(_model_directory(student.hf_path))
+    correct_conversion(container.model, configuration)
     container.dataset = DistillDatasetProvider.of(config, pin_memory=not on_cpu)
     _adapt_settings(container, asked, on_cpu)
     return asked
@@ -162,6 +162,16 @@ def correct_conversion(provider, config) -> None:
     """
     windows.correct(provider, config)
     rotary.correct(provider, config)
+
+
+def _model_directory(hf_path: str) -> Path:
+    directory = Path(hf_path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{hf_path} is not a Hugging Face model directory (no config.json); make a student "
+            "with `megatron-kd init-student`, or give the path of a downloaded model"
+        )
+    return directory
 
 
 def _on_cpu(choice: bool | None) -> bool:

@@ -1,5 +1,5 @@
 """Distil with a ConfigContainer that is written out here, as a user of the host would write it, or
-with a recipe: own_container.py RECIPE OUTPUT container|recipe
+with a recipe: own_container.py RECIPE OUTPUT container|recipe [key=value …]
 
 Prints, as one line of JSON, how often each manifest of the cache was opened on the way.
 """
@@ -52,7 +52,7 @@ def main() -> None:
     cpu_backend.activate()
     from megatron_kd.host import train
 
-    config: DistillConfig = from_recipe(recipe, [f"output_dir={output}"])
+    config: DistillConfig = from_recipe(recipe, [f"output_dir={output}", *sys.argv[4:]])
     if way == "recipe":
         train.run(config, train.prepare(config))
     else:

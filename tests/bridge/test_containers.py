@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import converted_students
 import pytest
 from launch import Curves, answers_of, start_ranks
 
@@ -31,6 +32,19 @@ def test_a_users_own_container_trains_as_the_recipe_does(runs):
     assert users.train() == ours.train()
     assert users.validation() == ours.validation()
     assert users.grad_norms() == ours.grad_norms()
+
+
+@pytest.mark.extended
+def test_what_the_converter_drops_is_set_in_a_users_provider_too(world):
+    """Frequencies are set on the built model, which no comparison of settings sees."""
+    student = world.parent / "converted-for-containers"
+    converted_students.write("llama, llama3 of another length", student)
+    first = {}
+    for way in ("recipe", "container"):
+        folder = world.parent / "runs" / f"converted-by-{way}"
+        start_ranks(1, OWN_CONTAINER, world, folder, way, f"student.hf_path={student}").check()
+        first[way] = Curves(folder).train()[0]
+    assert first["container"] == first["recipe"]
 
 
 @pytest.mark.parametrize("way", ["recipe", "container"])

@@ -26,17 +26,16 @@ FAILING = Path(__file__).with_name("failing_parity.py")
 ENDS_WITHIN_S = 120
 
 
+def compared(asked: dict) -> dict:
+    """(name, how) → the proof, or the refusal."""
+    return dict(zip(asked, answers_of("compare_all.py", asked=list(asked.values())), strict=True))
+
+
 @pytest.fixture(scope="module")
 def answers():
-    """(name, how) → the proof, or the refusal."""
+    """As a run compares."""
     configurations = published.PLAIN | published.MENDED
     asked = {(name, ""): [configurations[name], {}] for name in configurations}
-    for name in published.MENDED:
-        asked[name, "unmended"] = [configurations[name], {"unmended": True}]
-    for name in LAYER_BY_LAYER:
-        asked[name, "layer by layer"] = [configurations[name], {"layer_by_layer": True}]
-        faulty = {"layer_by_layer": True, "settings": {"window_size": [9, 0]}}
-        asked[name, "layer by layer, wrong"] = [configurations[name], faulty]
     for name, (configuration, _) in published.REFUSED.items():
         asked[name, ""] = [configuration, {}]
     wrong = {
@@ -46,7 +45,21 @@ def answers():
     }
     for how, settings in wrong.items():
         asked["qwen2, window", how] = [configurations["qwen2, window"], {"settings": settings}]
-    return dict(zip(asked, answers_of("compare_all.py", asked=list(asked.values())), strict=True))
+    return compared(asked)
+
+
+@pytest.fixture(scope="module")
+def other_answers():
+    """Without the corrections, and as GPUs compare experts."""
+    configurations = published.PLAIN | published.MENDED
+    asked = {}
+    for name in published.MENDED:
+        asked[name, "unmended"] = [configurations[name], {"unmended": True}]
+    for name in LAYER_BY_LAYER:
+        asked[name, "layer by layer"] = [configurations[name], {"layer_by_layer": True}]
+        faulty = {"layer_by_layer": True, "settings": {"window_size": [9, 0]}}
+        asked[name, "layer by layer, wrong"] = [configurations[name], faulty]
+    return compared(asked)
 
 
 @pytest.mark.parametrize("name", [*published.PLAIN, *published.MENDED])
@@ -56,9 +69,10 @@ def test_a_shrunken_copy_agrees(answers, name):
     assert proof["largest"] < ROUNDING
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", published.MENDED)
-def test_without_the_mend_it_does_not(answers, name):
-    answer = answers[name, "unmended"]
+def test_without_the_mend_it_does_not(other_answers, name):
+    answer = other_answers[name, "unmended"]
     if ON_0_6 and name in published.RIGHT_ON_0_6:
         assert answer["largest"] < ROUNDING
     else:
@@ -72,11 +86,12 @@ def test_what_the_host_cannot_do_is_refused_in_one_sentence(answers, name):
     assert "\n" not in answer
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LAYER_BY_LAYER)
-def test_layer_by_layer_finds_the_same(answers, name):
-    assert answers[name, "layer by layer"]["largest"] < ROUNDING
+def test_layer_by_layer_finds_the_same(other_answers, name):
+    assert other_answers[name, "layer by layer"]["largest"] < ROUNDING
     place = f"they part in layer {LAYER_BY_LAYER[name]} of 2"
-    assert place in answers[name, "layer by layer, wrong"]
+    assert place in other_answers[name, "layer by layer, wrong"]
 
 
 @pytest.mark.parametrize(
