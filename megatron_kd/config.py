@@ -433,4 +433,10 @@ def from_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfi
     Raises:
         ConfigError: Names the key, the allowed values and the nearest match.
     """
-    return sections.build(DistillConfig, merged_recipe(path, overrides))
+    recipe = merged_recipe(path, overrides)
+    if "stages" in recipe:
+        raise ConfigError(
+            f"{path} is a run in stages, which distill, plan and doctor take; give this command a "
+            "recipe without `stages`"
+        )
+    return sections.build(DistillConfig, recipe)

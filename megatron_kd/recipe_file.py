@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -12,6 +12,11 @@ from megatron_kd.typed_mapping import ConfigError
 
 def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
     """The recipe as one plain, resolved mapping, before any check."""
+    return resolved(unresolved_recipe(path, overrides), path)
+
+
+def unresolved_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """The recipe with its includes and overrides, its interpolations as they are written."""
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
@@ -21,10 +26,17 @@ def merged_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict:
             remedy = 'quote what YAML reads otherwise: ["*.mlp.*"]'
             raise ConfigError(f"override {override!r} is not YAML ({error}); {remedy}") from error
     try:
-        merged = OmegaConf.merge(
+        return OmegaConf.merge(
             _with_includes(find_recipe(path), ()), OmegaConf.from_dotlist(list(overrides))
         )
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def resolved(recipe: DictConfig, path: str | Path, *, throw_on_missing: bool = True) -> dict:
+    """A merged recipe as plain values; `path` is what an error names."""
+    try:
+        return OmegaConf.to_container(recipe, resolve=True, throw_on_missing=throw_on_missing)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -2,7 +2,8 @@
 
 Start it on every rank with torchrun, or alone for one rank. The same command again goes on from the
 last checkpoint. A recipe is a YAML file, or one that comes with the package, such as
-recipes/quickstart.yaml; key=value changes any of its keys. Example:
+recipes/quickstart.yaml; key=value changes any of its keys. A recipe with `stages` runs one after
+another, each on every rank in a fresh process. Example:
   torchrun --nproc-per-node 2 -m megatron_kd distill recipes/quickstart.yaml loss.impl=dense
 """
 
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from megatron_kd.config import DistillConfig, from_recipe
 from megatron_kd.full_disk import full_disk
+from megatron_kd.stages import Stage, stages_of
 from megatron_kd.typed_mapping import ConfigError
 
 
@@ -48,14 +49,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         recipe, overrides = _recipe_and_overrides(args)
         unchecked = ["student.check_parity=false"] if args.no_parity else []
-        config = from_recipe(recipe, [*overrides, *unchecked])
+        overrides = [*overrides, *unchecked]
+        stages = stages_of(recipe, overrides)
     except (ValueError, OSError) as error:
         return _refuse(error)
     # A rank that fails leaves its traceback to torchrun, whose summary then names the first
     # failure. Imported here because torch takes longer than reading a recipe, which may be wrong.
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(_train)(config, args.dry_run)
+    return record(_train)(stages, [recipe, *overrides], args.dry_run)
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -75,7 +77,7 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _train(config: DistillConfig, dry_run: bool) -> int:
+def _train(stages: list[Stage], arguments: list[str], dry_run: bool) -> int:
     # What the host says while it is imported (0.6 on stdout) must not mix with the configuration.
     aside = redirect_stdout(sys.stderr) if dry_run else nullcontext()
     try:
@@ -83,19 +85,23 @@ def _train(config: DistillConfig, dry_run: bool) -> int:
             from megatron_kd.host.cpu import backend as cpu_backend
 
             cpu_backend.activate()  # before anything named megatron is imported
-            from megatron_kd.host import train
+            from megatron_kd.host import stage_runs, train
 
+            stage = None
             if dry_run:
-                resolved = train.dry_run(config)
+                resolved = _dry_run(stages)
+            elif len(stages) == 1:
+                config, container = stages[0].config, train.prepare(stages[0].config)
             else:
-                container = train.prepare(config)
+                stage, container = stage_runs.prepare(stages)
+                config = stage.config
     except (ValueError, OSError) as error:
         return _refuse(error)
     except KeyboardInterrupt:
         print("megatron-kd distill: stopped before training began", file=sys.stderr)
         return 130
     if dry_run:
-        print(yaml.safe_dump(resolved, sort_keys=False), end="")
+        print(yaml.safe_dump_all(resolved, sort_keys=False), end="")
         return 0
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
@@ -103,7 +109,9 @@ def _train(config: DistillConfig, dry_run: bool) -> int:
         print(f"megatron-kd distill: output_dir cannot be made: {error}", file=sys.stderr)
         return 2
     try:
-        train.run(config, container)
+        train.run(config, container, stage)
+        if stage is not None:
+            stage_runs.go_on(stages, stage, arguments)
     except ConfigError as error:  # what shows only in the built model, such as a parameter's name
         return _refuse(error)
     except BaseException as error:
@@ -118,3 +126,11 @@ def _train(config: DistillConfig, dry_run: bool) -> int:
         )
         return 1
     return 0
+
+
+def _dry_run(stages: list[Stage]) -> list[dict]:
+    from megatron_kd.host import stage_runs, train
+
+    if len(stages) == 1:
+        return [train.dry_run(stages[0].config)]
+    return stage_runs.dry_run(stages)

@@ -26,6 +26,7 @@ from megatron_kd.host.callbacks import profiling, stop_signals
 from megatron_kd.host.callbacks.balance import BalanceWeights
 from megatron_kd.host.callbacks.first_evaluation import FirstEvaluation
 from megatron_kd.host.callbacks.metrics import RunMetrics
+from megatron_kd.host.callbacks.stage_start import StageStart
 from megatron_kd.host.checks.identity import record_identity
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
@@ -35,6 +36,7 @@ from megatron_kd.host.parameters import lora as adapters
 from megatron_kd.host.parity import proof
 from megatron_kd.host.step import hidden_states, offline
 from megatron_kd.host.step.forward_step import DistillationStep
+from megatron_kd.stages import Stage
 
 
 def distill(container: ConfigContainer, kd: DistillConfig) -> None:
@@ -63,12 +65,15 @@ def distill(container: ConfigContainer, kd: DistillConfig) -> None:
     run(kd, container)
 
 
-def prepare(config: DistillConfig, *, starts: bool = True) -> ConfigContainer:
+def prepare(
+    config: DistillConfig, *, starts: bool = True, stage: Stage | None = None
+) -> ConfigContainer:
     """The host configuration of a recipe, with every check that needs no process group.
 
     Args:
         config: The recipe.
         starts: Whether `run` comes next, on the ranks that are there (`checks.world_size`).
+        stage: Which stage of a run in several it is; None in a run of one.
 
     Raises:
         ConfigError: A key, type, value or combination is wrong.
@@ -77,11 +82,11 @@ def prepare(config: DistillConfig, *, starts: bool = True) -> ConfigContainer:
     """
     versions.check()
     container = host_config.build_container(config)
-    _check(config, container, config.bridge, starts=starts)
+    _check(config, container, config.bridge, starts=starts, stage=stage)
     return container
 
 
-def rehearse(config: DistillConfig) -> None:
+def rehearse(config: DistillConfig, stage: Stage | None = None) -> None:
     """Check a recipe as it would be checked on the GPUs it is for, whatever machine this is.
 
     What a CPU cannot tell: whether Transformer Engine, NCCL and the kernels of the named GPUs are
@@ -91,10 +96,10 @@ def rehearse(config: DistillConfig) -> None:
         ConfigError: As for `prepare`.
     """
     container = host_config.build_container(config, on_cpu=False)
-    checks.check(config, container, on_cpu=False, starts=False)
+    checks.check(config, container, on_cpu=False, starts=False, stage=stage)
 
 
-def dry_run(config: DistillConfig) -> dict:
+def dry_run(config: DistillConfig, stage: Stage | None = None) -> dict:
     """The resolved configuration of a run that could start; nothing is started.
 
     A recipe that names its ranks (`launch`) is also rehearsed for GPUs where this machine has none.
@@ -102,34 +107,43 @@ def dry_run(config: DistillConfig) -> dict:
     Raises:
         ConfigError: As for `prepare`.
     """
-    container = prepare(config, starts=False)
+    container = prepare(config, starts=False, stage=stage)
     if cpu_backend.is_active() and config.launch.ranks is not None:
-        rehearse(config)
+        rehearse(config, stage)
     proof.compare_alone(config, container)
     return resolved(config, container)
 
 
-def _check(config: DistillConfig, container: ConfigContainer, asked: dict, *, starts: bool) -> None:
+def _check(
+    config: DistillConfig,
+    container: ConfigContainer,
+    asked: dict,
+    *,
+    starts: bool,
+    stage: Stage | None = None,
+) -> None:
     profiling.configure(config.profile, container)
     on_cpu = cpu_backend.is_active()
-    checks.check(config, container, on_cpu=on_cpu, starts=starts, asked=asked)
+    checks.check(config, container, on_cpu=on_cpu, starts=starts, asked=asked, stage=stage)
 
 
-def run(config: DistillConfig, container: ConfigContainer) -> None:
+def run(config: DistillConfig, container: ConfigContainer, stage: Stage | None = None) -> None:
     """Train, evaluate, checkpoint, resume, export. Call it on every rank.
 
     Args:
         config: The whole run.
         container: What `prepare` returned for it, or `adapt` made of the user's own.
+        stage: Which stage of a run in several it is; None in a run of one.
     """
     versions.apply_patches()
     proof.compare_when_built(config, container)
     if int(os.environ.get("RANK", "0")) == 0:
         save_resolved(config, container)
-        record_identity(config, container)
+        record_identity(config, container, stage)
     step = DistillationStep(config.output_dir, tuple(filter(None, config.cache.names())))
     metrics = RunMetrics(config.output_dir, step.data_wait, progress=config.progress)
-    callbacks = [metrics, stop_signals.StopOnSignal().listen()]
+    callbacks = [] if stage is None else [StageStart(stage)]
+    callbacks += [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))
     if config.student.train_only:

@@ -18,6 +18,7 @@ from megatron_kd.host.checks.gpu_software import check_gpu_software
 from megatron_kd.host.checks.identity import check_identity
 from megatron_kd.host.checks.layout import check_layout, check_required
 from megatron_kd.host.checks.online import check_online
+from megatron_kd.stages import Stage
 
 
 def check(
@@ -27,6 +28,7 @@ def check(
     on_cpu: bool,
     starts: bool,
     asked: dict | None = None,
+    stage: Stage | None = None,
 ) -> None:
     """Check everything that can be checked without a process group.
 
@@ -37,6 +39,7 @@ def check(
         starts: Whether the run starts next, on the ranks that are there.
         asked: Section → field → value, what the user set by hand; None takes the recipe's section
             `bridge`.
+        stage: Which stage of a run in several it is; None in a run of one.
 
     Raises:
         ConfigError: Two parts do not fit; the message names both and the remedy.
@@ -50,7 +53,7 @@ def check(
         check_gpu_software(container)
     if config.mode == "online":
         check_online(config, container)
-    check_identity(config, container)
+    check_identity(config, container, stage)
     check_by_host(container, ranks)
 
 

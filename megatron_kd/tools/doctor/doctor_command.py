@@ -6,11 +6,12 @@ Example:
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.table import Table
 from rich.text import Text
 
-from megatron_kd.config import from_recipe
+from megatron_kd.stages import stages_of
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.doctor.finding import Finding
 from megatron_kd.typed_mapping import ConfigError
@@ -47,10 +48,10 @@ def _findings(args) -> Iterator[Finding]:
     """The machine's findings, then those of the recipe, which the host itself has to read."""
     from megatron_kd.tools.doctor.machine import check_machine
 
-    config = recipe_fault = None
+    stages, recipe_fault = [], None
     if args.recipe:
         try:
-            config = from_recipe(args.recipe, args.overrides)
+            stages = stages_of(args.recipe, args.overrides)
         except ConfigError as error:
             recipe_fault = Finding("fault", "recipe", str(error), "see the message")
     host_works = True
@@ -59,7 +60,10 @@ def _findings(args) -> Iterator[Finding]:
         yield finding
     if recipe_fault is not None:
         yield recipe_fault
-    elif config is not None and host_works:
+    elif stages and host_works:
         from megatron_kd.tools.doctor.recipe import check_recipe
 
-        yield from check_recipe(config)
+        for stage in stages:
+            for finding in check_recipe(stage.config, stage if stage.count > 1 else None):
+                named = f"{finding.subject}, {stage.name}" if stage.count > 1 else finding.subject
+                yield replace(finding, subject=named)

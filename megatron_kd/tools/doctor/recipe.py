@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_kd.config import DistillConfig
+from megatron_kd.stages import Stage
 from megatron_kd.tools.doctor.finding import Finding
 
 GIB = 1 << 30
@@ -14,17 +15,18 @@ CHECKPOINT_BYTES = {True: 14, False: 12}
 weight with two states, else 4 and two states."""
 
 
-def check_recipe(config: DistillConfig) -> Iterator[Finding]:
+def check_recipe(config: DistillConfig, stage: Stage | None = None) -> Iterator[Finding]:
     """Everything a run would refuse, and what it would only find out later.
 
     Args:
         config: The recipe, already valid by itself.
+        stage: Which stage of a run in several it is; None in a run of one.
     """
     from megatron_kd.host import train as bridge
     from megatron_kd.host.parity import proof
 
     try:
-        container = bridge.prepare(config, starts=False)
+        container = bridge.prepare(config, starts=False, stage=stage)
         parity = proof.compare_alone(config, container)
     except (ValueError, OSError) as error:
         yield Finding("fault", "recipe", str(error), "see the message")
@@ -43,7 +45,7 @@ def check_recipe(config: DistillConfig) -> Iterator[Finding]:
     yield _vocabulary(container)
     source = container.dataset.open("train")
     yield from _tokenizers(config, source)
-    yield _samples(container, source)
+    yield _samples(container, source, stage.first if stage else 0)
     if config.mode == "offline":
         yield _cache(source)
     yield from _disk(config, container)
@@ -89,9 +91,9 @@ def _tokenizers(config: DistillConfig, source) -> Iterator[Finding]:
         yield Finding("ok", "tokenizer", f"{', '.join(present)} are the same")
 
 
-def _samples(container, source) -> Finding:
+def _samples(container, source, first_iteration: int) -> Finding:
     train = container.train
-    wanted = train.train_iters * train.global_batch_size
+    wanted = (train.train_iters - first_iteration) * train.global_batch_size
     epochs = wanted / len(source)
     return Finding(
         "ok", "samples", f"{len(source):,}; the run reads {wanted:,}, {epochs:.2f} epochs"

@@ -5,7 +5,7 @@ Reads the recipe and the models' config.json; needs neither weights nor a GPU. E
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from megatron_kd.cache.codecs import CODECS, bytes_per_position
 from megatron_kd.config import DistillConfig, from_recipe
 from megatron_kd.data.sequence_format import SPLITS
+from megatron_kd.stages import Stage, stages_of
 from megatron_kd.tools.console import table_console
 from megatron_kd.tools.planning import plan_tables
 from megatron_kd.tools.planning.gpus import GPUS, gpu
@@ -49,8 +50,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan, config = make_plan(args)
-    console = table_console()
+    stages, console = stages_of(args.recipe, args.overrides), table_console()
+    plans = [_plan_of(args, stage) for stage in stages]  # fails before it prints
+    seconds = 0.0
+    for stage, (plan, config) in zip(stages, plans, strict=True):
+        if stage.count > 1:
+            console.rule(f"{stage.name}: iterations {stage.first + 1} to {stage.last}")
+        seconds += plan.step(plan.impl).total_s * plan.settings.train_iters
+        _print_plan(console, plan, config, args)
+    if len(stages) > 1:
+        console.print(
+            f"[bold]All stages:[/bold] {stages[-1].last} steps take {_duration(seconds)}",
+            highlight=False,
+        )
+    if args.png:
+        from megatron_kd.tools import figures
+
+        fullest = max((plan for plan, _ in plans), key=lambda plan: plan.fullest(plan.impl).total)
+        figures.save(plan_figure(fullest), args.png)
+        console.print(f"figure: {args.png}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _plan_of(args: argparse.Namespace, stage: Stage) -> tuple[RunPlan, DistillConfig]:
+    plan, config = make_plan(args, stage.config)
+    if stage.count == 1:
+        return plan, config
+    settings = replace(plan.settings, train_iters=stage.last - stage.first)
+    return replace(plan, settings=settings), config
+
+
+def _print_plan(console: Console, plan: RunPlan, config: DistillConfig, args) -> None:
     _print_models(console, plan)
     console.print(plan_tables.by_implementation(plan))
     if plan.settings.pipeline_parallel > 1:
@@ -61,15 +91,12 @@ def run(args: argparse.Namespace) -> int:
     console.print("[bold]Assumptions[/bold]")
     for line in plan_tables.assumptions(plan):
         console.print(f"  • {line}", highlight=False)
-    if args.png:
-        from megatron_kd.tools import figures
-
-        figures.save(plan_figure(plan), args.png)
-        console.print(f"figure: {args.png}", highlight=False, soft_wrap=True)
-    return 0
 
 
-def make_plan(args: argparse.Namespace) -> tuple[RunPlan, DistillConfig]:
+def make_plan(
+    args: argparse.Namespace, config: DistillConfig | None = None
+) -> tuple[RunPlan, DistillConfig]:
+    """The plan of a recipe, or of one stage of it, which `config` gives."""
     for name in ("ranks", "topk"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -77,7 +104,8 @@ def make_plan(args: argparse.Namespace) -> tuple[RunPlan, DistillConfig]:
     if not 0 < args.efficiency <= 1:
         raise ValueError(f"--efficiency must lie in (0, 1], not {args.efficiency}")
     chosen = gpu(args.gpu)
-    config = from_recipe(args.recipe, args.overrides)
+    if config is None:
+        config = from_recipe(args.recipe, args.overrides)
     student = shape_of_directory(config.student.hf_path, "student")
     directory = args.teacher or config.teacher.hf_path
     teacher = shape_of_directory(directory, "teacher") if directory else None
