@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,3 +304,19 @@ def test_gpu_names_and_plan_object(recipe):
         "sparse_chunked",
         "fused_chunked",
     )
+
+
+def test_each_stage_has_its_own_plan(recipe, capsys):
+    file = recipe()
+    content = yaml.safe_load(Path(file).read_text())
+    del content["bridge"]["train"]["train_iters"]
+    longer = {"iterations": 4, "bridge": {"model": {"seq_length": 2048}}}
+    content["stages"] = [{"iterations": 6}, longer]
+    Path(file).write_text(yaml.safe_dump(content))
+    assert main(["plan", file]) == 0
+    first, second = capsys.readouterr().out.split("stage 2 of 2: iterations 7 to 10")
+    assert "stage 1 of 2: iterations 1 to 6" in first
+    assert "6 steps take" in first and "4 steps take" in second
+    assert "All stages: 10 steps take" in second
+    assert "48 sequences, 12,288 tokens" in first
+    assert "32 sequences, 65,536 tokens" in second
