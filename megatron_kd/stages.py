@@ -43,8 +43,8 @@ class Stage:
     first: int = 0
     """Iterations of the stages before it."""
 
-    batch_before: int | None = None
-    """Global batch size of the stage before it; None in the first stage."""
+    before: DistillConfig | None = None
+    """The stage before it; None in the first stage."""
 
     @property
     def last(self) -> int:
@@ -89,14 +89,14 @@ def stages_of(path: str | Path, overrides: Sequence[str] = ()) -> list[Stage]:
             config = sections.build(DistillConfig, whole)
         except ConfigError as error:
             raise ConfigError(f"stage {number} of {len(lengths)}: {error}") from error
-        before = _global_batch(made[-1].config) if made else None
+        before = made[-1].config if made else None
         made.append(
             Stage(
                 config=config,
                 number=number,
                 count=len(lengths),
                 first=first,
-                batch_before=before,
+                before=before,
             )
         )
         first += length
@@ -182,7 +182,3 @@ def _with_iterations(whole: dict, last: int, total: int) -> dict:
     host["scheduler"] = scheduler
     host["train"] = dict(host.get("train") or {}) | {"train_iters": last}
     return whole | {"bridge": host}
-
-
-def _global_batch(config: DistillConfig) -> int:
-    return config.bridge["train"].get("global_batch_size", 1)

@@ -57,6 +57,9 @@ REQUIRED = {
     ),
 }
 
+LEARNING_RATES = {"lr": 2e-6, "min_lr": 2e-7}
+"""Where a recipe does not say."""
+
 
 def model_provider(hf_path: str, load_weights: bool, *, on_cpu: bool | None = None):
     """The host's model provider for a Hugging Face directory, set up for a backend.
@@ -269,8 +272,7 @@ def _defaults(config: DistillConfig, provider) -> ConfigContainer:
         ),
         optimizer=OptimizerConfig(
             optimizer="adam",
-            lr=2e-6,
-            min_lr=2e-7,
+            **LEARNING_RATES,
             adam_beta1=0.9,
             adam_beta2=0.999,
             adam_eps=1e-8,

@@ -18,6 +18,7 @@ from megatron.bridge.training.config import ConfigContainer
 from torch.distributed import TCPStore
 
 from megatron_kd.host import train
+from megatron_kd.host.callbacks import stage_start
 from megatron_kd.host.checks.identity import STAGE_IDENTITY
 from megatron_kd.stages import Stage
 from megatron_kd.typed_mapping import ConfigError
@@ -45,6 +46,8 @@ def prepare(stages: Sequence[Stage]) -> tuple[Stage, ConfigContainer]:
             containers.append(train.prepare(stage.config, stage=stage))
         except ValueError as error:
             raise type(error)(f"{stage.name}: {error}") from error
+    if now.before is not None and last_iteration(now) == now.first:
+        stage_start.take_over(containers[0], now)
     return now, containers[0]
 
 

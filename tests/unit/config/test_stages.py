@@ -36,7 +36,7 @@ def test_a_stage_is_the_recipe_with_its_changes(recipe):
     first, second = stages_of(recipe({"iterations": 100}, LONGER))
     assert (first.number, first.count, first.first, first.last) == (1, 2, 0, 100)
     assert (second.number, second.count, second.first, second.last) == (2, 2, 100, 150)
-    assert (first.batch_before, second.batch_before) == (None, 8)
+    assert first.before is None and second.before is first.config
     assert first.config.cache.path == "short" and second.config.cache.path == "long"
     assert first.config.loss.impl == "fused_chunked" and second.config.loss.impl == "dense"
     assert second.config.bridge["model"]["seq_length"] == 32768
