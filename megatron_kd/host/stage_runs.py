@@ -13,12 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from megatron.bridge.training.config import ConfigContainer
 from torch.distributed import TCPStore
 
 from megatron_kd.host import train
-from megatron_kd.host.callbacks import stage_start
+from megatron_kd.host.callbacks.stage_start import last_iteration
 from megatron_kd.host.checks.identity import STAGE_IDENTITY
 from megatron_kd.stages import Stage
 from megatron_kd.typed_mapping import ConfigError
@@ -46,8 +45,6 @@ def prepare(stages: Sequence[Stage]) -> tuple[Stage, ConfigContainer]:
             containers.append(train.prepare(stage.config, stage=stage))
         except ValueError as error:
             raise type(error)(f"{stage.name}: {error}") from error
-    if now.before is not None and last_iteration(now) == now.first:
-        stage_start.take_over(containers[0], now)
     return now, containers[0]
 
 
@@ -83,15 +80,6 @@ def current(stages: Sequence[Stage]) -> Stage:
             "give back the iterations of the earlier stages, or choose another output_dir"
         )
     return stage
-
-
-def last_iteration(stage: Stage) -> int:
-    """The iteration of the newest complete checkpoint that a run would go on from; 0 without."""
-    config = stage.config
-    checkpoint = config.bridge.get("checkpoint") or {}
-    folder = checkpoint.get("load", Path(config.output_dir) / "checkpoints")
-    file = Path(folder) / "latest_train_state.pt"
-    return int(torch.load(file, weights_only=True)["step"]) if file.is_file() else 0
 
 
 def go_on(stages: Sequence[Stage], ended: Stage, arguments: Sequence[str]) -> None:

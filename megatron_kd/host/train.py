@@ -22,11 +22,10 @@ from megatron_kd.files import publish
 from megatron_kd.host import checks, versions
 from megatron_kd.host import container as host_config
 from megatron_kd.host.callbacks import best_checkpoint as selection
-from megatron_kd.host.callbacks import profiling, stop_signals
+from megatron_kd.host.callbacks import profiling, stage_start, stop_signals
 from megatron_kd.host.callbacks.balance import BalanceWeights
 from megatron_kd.host.callbacks.first_evaluation import FirstEvaluation
 from megatron_kd.host.callbacks.metrics import RunMetrics
-from megatron_kd.host.callbacks.stage_start import StageStart
 from megatron_kd.host.checks.identity import record_identity
 from megatron_kd.host.cpu import backend as cpu_backend
 from megatron_kd.host.export import RESOLVED_CONFIG, save_hugging_face
@@ -142,7 +141,10 @@ def run(config: DistillConfig, container: ConfigContainer, stage: Stage | None =
         record_identity(config, container, stage)
     step = DistillationStep(config.output_dir, tuple(filter(None, config.cache.names())))
     metrics = RunMetrics(config.output_dir, step.data_wait, progress=config.progress)
-    callbacks = [] if stage is None else [StageStart(stage)]
+    callbacks = []
+    if stage is not None:
+        stage_start.take_over(container, stage)
+        callbacks.append(stage_start.StageStart(stage))
     callbacks += [metrics, stop_signals.StopOnSignal().listen()]
     if config.export.hf_path:
         callbacks.append(Export(config.student.hf_path, config.export.hf_path))

@@ -7,6 +7,9 @@ change of the batch size the schedule is moved to the iteration of the run. A ch
 the stage has it all.
 """
 
+from pathlib import Path
+
+import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 
@@ -37,9 +40,20 @@ class StageStart(Callback):
 
 
 def take_over(container: ConfigContainer, stage: Stage) -> None:
-    """Set the learning rates to those of the checkpoint that a new stage is about to load."""
+    """Where a new stage begins, set the learning rates to those of the checkpoint it will load."""
+    if stage.before is None or last_iteration(stage) != stage.first:
+        return
     for name, value in learning_rates(stage.before.bridge).items():
         setattr(container.optimizer, name, value)
+
+
+def last_iteration(stage: Stage) -> int:
+    """The iteration of the newest complete checkpoint that a run would go on from; 0 without."""
+    config = stage.config
+    checkpoint = config.bridge.get("checkpoint") or {}
+    folder = checkpoint.get("load", Path(config.output_dir) / "checkpoints")
+    file = Path(folder) / "latest_train_state.pt"
+    return int(torch.load(file, weights_only=True)["step"]) if file.is_file() else 0
 
 
 def learning_rates(bridge: dict) -> dict[str, float]:
