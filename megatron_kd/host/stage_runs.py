@@ -31,7 +31,6 @@ def prepare(stages: Sequence[Stage]) -> tuple[Stage, ConfigContainer]:
 
     Raises:
         ConfigError: As for `train.prepare`, with the name of the stage.
-        ValueError: Likewise.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _agent_holds_store():
         raise ConfigError(
@@ -44,7 +43,7 @@ def prepare(stages: Sequence[Stage]) -> tuple[Stage, ConfigContainer]:
         try:
             containers.append(train.prepare(stage.config, stage=stage))
         except ValueError as error:
-            raise type(error)(f"{stage.name}: {error}") from error
+            raise ConfigError(f"{stage.name}: {error}") from error
     return now, containers[0]
 
 
@@ -59,7 +58,7 @@ def dry_run(stages: Sequence[Stage]) -> list[dict]:
         try:
             found.append(train.dry_run(stage.config, stage))
         except ValueError as error:
-            raise type(error)(f"{stage.name}: {error}") from error
+            raise ConfigError(f"{stage.name}: {error}") from error
     return found
 
 
