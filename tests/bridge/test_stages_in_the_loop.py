@@ -124,7 +124,8 @@ def test_every_stage_is_checked_before_the_first_starts(recipes, world):
     recipe["stages"][2]["cache"] = {"path": "/not/there"}
     wrong = world.parent / "wrong-stage.yaml"
     wrong.write_text(yaml.safe_dump(recipe | {"output_dir": str(world.parent / "never")}))
+    alone = [str(wrong), "bridge.model.tensor_model_parallel_size=1"]
     for asked in ([], ["--dry-run"]):
-        said = run([host_python(), str(DISTILL), str(wrong), *asked], succeeds=False)
+        said = run([host_python(), str(DISTILL), *alone, *asked], succeeds=False)
         assert "stage 3 of 3" in said and "/not/there" in said
     assert not (world.parent / "never").exists()
