@@ -42,7 +42,7 @@ def prepare(stages: Sequence[Stage]) -> tuple[Stage, ConfigContainer]:
     for stage in stages[now.number - 1 :]:
         try:
             containers.append(train.prepare(stage.config, stage=stage))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{stage.name}: {error}") from error
     return now, containers[0]
 
@@ -57,7 +57,7 @@ def dry_run(stages: Sequence[Stage]) -> list[dict]:
     for stage in stages[current(stages).number - 1 :]:
         try:
             found.append(train.dry_run(stage.config, stage))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{stage.name}: {error}") from error
     return found
 
