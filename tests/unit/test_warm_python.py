@@ -2,13 +2,16 @@
 
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from warm import process_behind, warm_python
+from warm.server import Server
 
 VALUES = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -79,3 +82,21 @@ def test_what_an_import_decided_goes_to_the_real_interpreter():
     assert done.stdout.strip() == sys.executable
     warm = run("-c", "import sys; print(sys.executable)")
     assert warm.stdout.strip() == warm_python("torch")
+
+
+def test_a_process_killed_together_with_its_client_leaves_the_server_alive(tmp_path):
+    """The server may read of both ends at once, the process's first."""
+    server = Server(str(tmp_path / "socket"))
+    client, connection = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    end = os.pidfd_open(pid)
+    server._children[pid] = connection
+    for source in (connection, end):
+        server._selector.register(source, selectors.EVENT_READ)
+    os.kill(pid, signal.SIGKILL)
+    client.close()
+    server._ends(end, pid)
+    server._asked(connection, pid)
+    assert not server._children

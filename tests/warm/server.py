@@ -118,6 +118,8 @@ class Server:
 
     def _asked(self, connection, pid: int) -> None:
         """A client passes a signal on, one byte; one that is gone has been killed."""
+        if pid not in self._children:  # it has ended, and was killed together with its client
+            return
         try:
             signals = connection.recv(64)
         except OSError:
