@@ -69,8 +69,8 @@ if $compare; then
     compared sparse-tp3 3 loss.impl=sparse_chunked
     compared dense-tp3 3 loss.impl=dense
     compared fused-tp1 1 bridge.model.tensor_model_parallel_size=1
-    compared fused-dp2 2 bridge.model.tensor_model_parallel_size=1 bridge.train.micro_batch_size=1
-    compared online-dp2 2 bridge.model.tensor_model_parallel_size=1 bridge.train.micro_batch_size=1 mode=online loss.impl=fused_online \
+    compared fused-dp2 2 bridge.model.tensor_model_parallel_size=1
+    compared online-dp2 2 bridge.model.tensor_model_parallel_size=1 mode=online loss.impl=fused_online \
         teacher.hf_path=$out/teacher data.path=$out/data
     step "comparison"
     megatron-kd compare --runs "${layouts[@]}"

@@ -70,7 +70,8 @@ def test_the_host_makes_todays_dataset_of_what_its_checkpoint_recorded(past):
     )
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("DATASET")] or [done.stderr]
     assert line.startswith("DATASET megatron_kd.host.dataset_provider 12 ")
-    assert "sequence_length=16, topk=None, temperature=2.0, hidden_states=False" in line
+    assert "sequence_length=16, topk=None, temperature=2.0, source_temperatures=()," in line
+    assert " hidden_states=False," in line
 
 
 def test_it_is_exported_as_it_was(past):

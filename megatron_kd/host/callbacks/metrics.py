@@ -56,6 +56,7 @@ class RunMetrics(Callback):
             )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
+        self.data_wait.take()  # an evaluation's waits are not this step's
         self._step_started_s = time.perf_counter()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
